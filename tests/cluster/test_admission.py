@@ -22,14 +22,14 @@ from k8s.client.overlay import write_overlay
 from k8s.objects.api import Api, Object
 from k8s.objects.deploy_job import render_deploy_job
 from k8s.objects.names import RUN_LABEL
-from k8s.objects.one_off_job import OneOff, cpu_group_of, render_one_off_job, render_one_off_nodes_job
+from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
 from k8s.objects.placement import heads_of
 from k8s.objects.worker_group import read_worker_group
-from services.common.recipe.schema import STAGES, Stage
+from services.common.recipe.schema import STAGES
 from services.common.testing.waiting import wait_until
 from tests.cluster.harness import write_overlay_of
 from tests.cluster.kit import cluster
-from tests.k8s.builders import deployment_of
+from tests.k8s.builders import deployment_of, one_off_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -93,7 +93,7 @@ def jobs_of(api: Api) -> dict[str, Object]:
     made += [render_deploy_job(read_worker_group(api, name), deployment_of(name)) for name in STAGES]
     cpu_group = cpu_group_of(trainer.cluster)
     for stage in reversed(STAGES):  # of the kind one-off the tokenizer's is the one that is changed below
-        one_off = one_off_of(stage)
+        one_off = one_off_of(stage, image=PULLED.replace("trainer", stage))
         made.append(render_one_off_job(read_worker_group(api, stage), cpu_group, one_off))
         made.append(render_one_off_nodes_job(cpu_group, one_off))
     return {each["spec"]["template"]["metadata"]["labels"]["millrace.dev/component"]: each for each in made}
@@ -105,11 +105,6 @@ def reaper_job(api: Api) -> Object:
     assert cron
     spec = cron["spec"]["jobTemplate"]["spec"]
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "reaper-1"}, "spec": spec}
-
-
-def one_off_of(stage: Stage) -> OneOff:
-    image = PULLED.replace("trainer", stage)
-    return OneOff(stage, "abc123", "0" * 16, image, ("artifacts", "list", "."), "packed", 3_600, "somebody")
 
 
 def changed(thing: Object, fields: dict[str, object]) -> Object:
@@ -217,7 +212,7 @@ def test_a_job_beyond_what_deploys_is_refused(guarded: Api, kind: str, fields: d
 def test_a_token_for_text_is_the_tokenizer_s_alone(guarded: Api) -> None:
     """The tokenizer's pods have the token."""
     group = read_worker_group(guarded, "trainer")
-    job = render_one_off_job(group, cpu_group_of(group.cluster), one_off_of("trainer"))
+    job = render_one_off_job(group, cpu_group_of(group.cluster), one_off_of("trainer", image=PULLED))
     assert would_create(job).is_taken
     assert would_create(changed(job, {f"{CONTAINER}/env/-": SECRET})).refused_by == "millrace-jobs"
     assert "hugging-face" in json.dumps(jobs_of(guarded)["one-off"])

@@ -33,11 +33,8 @@ LOST, MOVED = Outcome(75, "the driver was lost"), Outcome(75, "the driver was lo
     ],
 )
 def test_retries_count_disturbances_since_the_newest_checkpoint(attempts: tuple[Outcome, ...], goes_on: bool) -> None:
-    assert may_try_again(record_of(attempts)) is goes_on
-
-
-def record_of(attempts: tuple[Outcome, ...], **changes: Any) -> Record:
-    return Record(deployment_of(**changes), "u", "1", attempts, {}, None, "", False, False, "now")
+    record = Record(deployment_of(), "u", "1", attempts, {}, None, "", False, False, "now")
+    assert may_try_again(record) is goes_on
 
 
 @pytest.mark.parametrize(
@@ -109,9 +106,9 @@ def test_a_lost_node(taints: list[Thing], conditions: list[Thing], is_lost: bool
 TERMINATING: dict[str, Any] = {"deletionTimestamp": "yesterday", "deletionGracePeriodSeconds": 330}
 
 
-@pytest.fixture
-def nodes_and_pods() -> MemoryApi:
-    return MemoryApi(
+def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock) -> None:
+    """The grace period is measured by this process's clock, not from the time that another machine wrote."""
+    api = MemoryApi(
         node("well", [], [READY]),
         node("dark", [{"key": "node.kubernetes.io/unreachable"}], [{"type": "Ready", "status": "Unknown"}]),
         pod("leaves", "well", **TERMINATING),
@@ -123,25 +120,21 @@ def nodes_and_pods() -> MemoryApi:
         pod("one-off", "dark", "one-off", **TERMINATING),
         pod("another-stage", "dark", "compiler", **TERMINATING),
     )
-
-
-def test_pods_of_lost_nodes_go_after_their_grace_period(clock: Clock, nodes_and_pods: MemoryApi) -> None:
-    """The grace period is measured by this process's clock, not from the time that another machine wrote."""
     said: list[str] = []
-    lost = LostPods(nodes_and_pods, "trainer", said.append)  # type: ignore[arg-type]
+    lost = LostPods(api, "trainer", said.append)  # type: ignore[arg-type]
 
     assert lost.remove(is_idle=False) == 4
-    everyone = nodes_and_pods.names("Pod")
+    everyone = api.names("Pod")
     clock.now += 31
     lost.remove(is_idle=False)
     everyone.remove("deployer")  # whoever holds the Lease goes on, and its Job is not over before it is gone
-    assert nodes_and_pods.names("Pod") == everyone
+    assert api.names("Pod") == everyone
     clock.now += 250
     lost.remove(is_idle=False)
-    assert nodes_and_pods.names("Pod") == everyone
+    assert api.names("Pod") == everyone
     clock.now += 51
     lost.remove(is_idle=False)
-    assert nodes_and_pods.names("Pod") == ["another-stage", "leaves", "silent", "starts"]
+    assert api.names("Pod") == ["another-stage", "leaves", "silent", "starts"]
     assert any("pod stuck is on node dark" in line and "by force" in line for line in said)
     assert len(said) == len(set(said)), "nothing is said twice"
 

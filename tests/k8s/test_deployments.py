@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.client.instance_type import check_instance_type
 from deploy.client.request import DeployRequest
-from deploy.client.requested_recipe import read_requested_recipe
+from deploy.client.requested_recipe import RequestedRecipe, read_requested_recipe
+from images.platforms import REPOSITORY
+from k8s.client.compile_tasks import check_trace
 from k8s.client.deployment_plan import describe_plan, write_manifests
 from k8s.client.deployment_watch import Watch
 from k8s.client.kuberay_target import KubeRayTarget
@@ -22,12 +23,13 @@ from k8s.client.resolved_deployment import DEFAULT_RECIPE, resolve
 from k8s.objects.attempt import render_isolated_rayjob, render_rayjob
 from k8s.objects.capacity import check_nodes, check_queue, check_size
 from k8s.objects.deploy_job import render_deploy_job
-from k8s.objects.deployment import RECORD_VERSION, UnknownRecord
-from k8s.objects.names import NODE_PRICE, stage_annotation
+from k8s.objects.deployment import RECORD_VERSION, Deployment, UnknownRecord
+from k8s.objects.names import CAPACITY_END, NODE_POOL, NODE_PRICE, stage_annotation
 from k8s.objects.record import Outcome, record_of
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.errors import RecipeError
-from tests.k8s.builders import DIGEST, deployment_of
+from tests.cluster.kit.fake_nodes import fake_node
+from tests.k8s.builders import DIGEST, deployment_of, outline_of
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import OVERLAYS, Thing, cluster_of
 
@@ -35,6 +37,8 @@ IMAGE = f"a/b@sha256:{DIGEST}"
 """An image that has a digest is looked up nowhere."""
 TINY = read_requested_recipe(DEFAULT_RECIPE)
 NO_API: Any = MemoryApi()
+RECIPE = REPOSITORY / "recipes/llama2-7b-trn1.toml"
+ON_CPU = "--compile.trace_on=cpu"
 
 
 @pytest.fixture(scope="module")
@@ -43,33 +47,10 @@ def clusters(overlays: dict[str, list[Thing]]) -> dict[str, Thing]:
     return {name: cluster_of(things) for name, things in overlays.items()}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--train.max_steps 5", "--section.key=value"),
-        ("--root /tmp", "--root"),
-        ("--dry-run", "DRY_RUN=1"),
-    ],
-)
-def test_options_that_a_deployment_sets_itself_are_refused(arguments: str, said: str) -> None:
-    with pytest.raises(RecipeError, match=said):
-        DeployRequest("trainer", arguments=tuple(arguments.split()))
-
-
 def test_a_deployment_that_names_no_recipe_takes_the_overlay_s(clusters: dict[str, Thing]) -> None:
-    """The images of an overlay take its recipe; those for Neuron would refuse one for CPUs."""
-    request = DeployRequest("trainer", tag=IMAGE)
-    found = {name: resolve(NO_API, worker_group_of(cluster, "trainer"), request) for name, cluster in clusters.items()}
-
-    assert {name: recipe.outline.name for name, (_, recipe) in found.items()} == {
-        "local": "tiny-cpu",
-        "eks": "llama2-7b-trn1",
-    }
-    for name, (deployment, recipe) in found.items():
-        group = worker_group_of(clusters[name], "trainer")
-        assert recipe.outline.parallel.device == {"cpu": "cpu", "neuron": "xla"}[group.variant]
-        assert check_instance_type("trainer", recipe.outline, group.instance_type, "CHANGE") == ""
-        assert deployment.nodes <= group.spec["maxReplicas"]
+    """The images of an overlay take its recipe; those for Neuron would refuse one for CPUs (test_roads.py)."""
+    [_, recipe] = resolve(NO_API, worker_group_of(clusters["local"], "trainer"), DeployRequest("trainer", tag=IMAGE))
+    assert (recipe.outline.name, recipe.outline.parallel.device) == ("tiny-cpu", "cpu")
 
 
 def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
@@ -116,28 +97,6 @@ def test_a_client_says_that_another_version_deployed(trainer: WorkerGroup, chang
     assert raised.value.exit_code == 4
 
 
-def node(name: str, changes: Thing | None = None) -> Thing:
-    made: Thing = {
-        "kind": "Node",
-        "metadata": {
-            "name": name,
-            "labels": {"node.kubernetes.io/instance-type": "trn1.32xlarge", "millrace.dev/pool": "trainium"},
-        },
-        "spec": {"taints": [{"key": "aws.amazon.com/neuron", "value": "true", "effect": "NoSchedule"}]},
-        "status": {
-            "allocatable": {
-                "cpu": "127",
-                "memory": "500Gi",
-                "ephemeral-storage": "1000Gi",
-                "hugepages-2Mi": "10256Mi",
-                "aws.amazon.com/neuron": "16",
-                "vpc.amazonaws.com/efa": "8",
-            }
-        },
-    }
-    return made | (changes or {})
-
-
 @pytest.fixture
 def trainer(clusters: dict[str, Thing]) -> WorkerGroup:
     return worker_group_of(copy.deepcopy(clusters["eks"]), "trainer")
@@ -148,15 +107,15 @@ def test_room_on_nodes(trainer: WorkerGroup) -> None:
         api: Any = MemoryApi(*nodes)
         return check_nodes(api, trainer, pods)
 
-    assert check(node("a"), node("b")) == ""
-    assert "room for 1 of 2" in check(node("a"))
-    other = {"metadata": {"name": "a", "labels": {"node.kubernetes.io/instance-type": "m7i.large"}}}
-    assert "0 nodes have the labels that trainer pods select" in check(node("a", other))
+    nodes = [fake_node("a"), fake_node("b")]
+    assert check(*nodes) == ""
+    assert "room for 1 of 2" in check(nodes[0])
+    other = nodes[0] | {"metadata": {"name": "a", "labels": {"node.kubernetes.io/instance-type": "m7i.large"}}}
+    assert "0 nodes have the labels that trainer pods select" in check(other)
     tainted = {"spec": {"taints": [{"key": "maintenance", "effect": "NoSchedule"}]}}
-    assert "maintenance:NoSchedule" in check(node("a", tainted), node("b", tainted))
-    without_efa = node("a")
-    del without_efa["status"]["allocatable"]["vpc.amazonaws.com/efa"]
-    assert "none has enough vpc.amazonaws.com/efa" in check(without_efa)
+    assert "maintenance:NoSchedule" in check(*(each | tainted for each in nodes))
+    del nodes[0]["status"]["allocatable"]["vpc.amazonaws.com/efa"]
+    assert "none has enough vpc.amazonaws.com/efa" in check(nodes[0])
 
 
 def test_room_in_group_and_queue(trainer: WorkerGroup) -> None:
@@ -167,6 +126,24 @@ def test_room_in_group_and_queue(trainer: WorkerGroup) -> None:
     assert check_queue(api, trainer, 1) == ""
     api.merge("Queue", "millrace", {"status": {"state": "Closed"}})
     assert "not Open" in check_queue(api, trainer, 1)
+
+
+def test_hours_times_price_come_first(trainer: WorkerGroup) -> None:
+    group, end = trainer, datetime.now(UTC) + timedelta(hours=2)
+    annotations = {NODE_POOL: "millrace/trainium", CAPACITY_END: f"{end:%Y-%m-%dT%H:%M:%SZ}"}
+    group.cluster["metadata"]["annotations"] |= {
+        stage_annotation("trainer", key): annotations[key] for key in annotations
+    }
+    limited, unlimited = outline_of(**{"train.time_limit_seconds": "7200"}), outline_of()
+    cost, nodes, capacity = describe_plan(group, deployment_of(nodes=4), limited).split("\n")[:3]
+    assert ("$86.00" in cost, "$172.00" in cost) == (True, True)
+    assert "millrace/trainium: 4 nodes" in nodes
+    assert "1.3 h from now" in capacity
+    for hours, outline, has_attempt in ((1, limited, False), (3, limited, True), (3, unlimited, False)):
+        cost = describe_plan(group, deployment_of(limit_seconds=hours * 3_600), outline).split("\n")[0]
+        assert ("$86.00" in cost, f"${43 * hours:,}.00 at most" in cost) == (has_attempt, True)
+    cost = describe_plan(group, deployment_of(), unlimited).split("\n")[0]
+    assert ("$43.00" in cost, "at most" in cost) == (True, False)
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -222,3 +199,55 @@ def test_a_pipeline_ends_at_the_first_failure_and_counts_the_cost_of_an_attempt_
     said = capsys.readouterr()
     assert f"${deployment_of('tokenizer').nodes * 25:,.2f}" in said.out
     assert "make pipeline A=b" in said.err
+
+
+@pytest.fixture
+def compiler(compiler_on_cpus: list[Thing]) -> WorkerGroup:
+    return worker_group_of(copy.deepcopy(cluster_of(compiler_on_cpus)), "compiler")
+
+
+def resolved(group: WorkerGroup, *arguments: str) -> tuple[Deployment, RequestedRecipe]:
+    request = DeployRequest("compiler", read_requested_recipe(RECIPE), IMAGE, arguments=arguments)
+    return resolve(NO_API, group, request)
+
+
+@pytest.mark.parametrize(("tasks", "nodes"), [(1, 1), (3, 1), (4, 2), (8, 3)])
+def test_there_are_as_many_pods_as_the_recipe_s_tasks_fill(compiler: WorkerGroup, tasks: int, nodes: int) -> None:
+    arguments = (f"--compile.num_workers={tasks}",)
+    deployment = resolved(compiler, *arguments)[0]
+
+    assert (deployment.nodes, deployment.arguments) == (nodes, (*arguments, ON_CPU))
+
+
+@pytest.mark.parametrize("tasks", [(), ("--compile.num_workers=8",)])
+def test_the_recipe_s_nodes_decide_how_many_tasks_there_are(compiler: WorkerGroup, tasks: tuple[str, ...]) -> None:
+    """No node is paid for that has no task, and no task is said to run that waits for a node."""
+    arguments = (*tasks, "--cluster.compiler_nodes=2")
+    found = resolved(compiler, *arguments)[0]
+
+    assert (found.nodes, found.arguments) == (2, (*arguments, ON_CPU, "--compile.num_workers=6"))
+    assert resolved(compiler, *found.arguments)[0].arguments == found.arguments
+
+
+def test_a_task_that_fits_on_no_pod_is_refused_at_once(compiler: WorkerGroup) -> None:
+    """Ray would wait for a node of its size for ever."""
+    said = r"task_memory_gib = 128 .*compiler pods have 30 CPUs and 112 GiB"
+    with pytest.raises(RecipeError, match=said):
+        resolved(compiler, "--compile.task_memory_gib=128")
+
+
+def test_where_graphs_are_traced_follows_the_pods(compiler: WorkerGroup, clusters: dict[str, Thing]) -> None:
+    """COMPILER_POOL of the overlay's settings moves both."""
+    compiler_on_trainium = worker_group_of(clusters["eks"], "compiler")
+    (_, on_cpu), (deployment, on_device) = resolved(compiler), resolved(compiler_on_trainium)
+    assert (on_cpu.outline.compile.trace_on, on_device.outline.compile.trace_on) == ("cpu", "device")
+    assert check_trace(compiler, on_cpu.outline) == check_trace(compiler_on_trainium, on_device.outline) == ""
+    assert ON_CPU not in deployment.arguments
+
+    deployment, no_tasks = resolved(compiler, "--parallel.device=cpu")
+    assert (deployment.arguments, check_trace(compiler, no_tasks.outline)) == (("--parallel.device=cpu",), "")
+
+
+def test_a_trace_on_a_device_is_refused_where_the_compiler_has_none(compiler: WorkerGroup) -> None:
+    said = check_trace(compiler, resolved(compiler, "--compile.trace_on=device")[1].outline)
+    assert 'compile.trace_on is "device", but compiler pods have no aws.amazon.com/neuron' in said

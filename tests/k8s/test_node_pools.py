@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,24 +13,24 @@ import pytest
 from k8s.client.kuberay_target import KubeRayTarget
 from k8s.client.node_pool_view import print_left_nodes, require_nodes_given_back
 from k8s.controller import node_pool, reconciler
-from k8s.controller.node_pool import PAUSE_SECONDS, RELEASE_SECONDS
+from k8s.controller.node_pool import PAUSE_SECONDS, RELEASE_SECONDS, check_pool
 from k8s.controller.one_off_nodes import OneOffNodes
 from k8s.controller.ray_jobs import DriverState
 from k8s.controller.reaper import ORPHAN_SECONDS
 from k8s.controller.reconciler import Reconciler
 from k8s.objects import node_group
 from k8s.objects.names import NODE_POOL, stage_annotation
-from k8s.objects.node_group import take_lease
+from k8s.objects.node_group import describe_node_group, take_lease
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job, render_one_off_nodes_job
-from k8s.objects.record import ask_to_stop
-from k8s.objects.worker_group import worker_group_of
+from k8s.objects.worker_group import read_worker_group, worker_group_of
 from services.common.errors import DeviceError
 from tests.k8s.builders import Clock, one_off_of, pod
 from tests.k8s.cloud import POOL, Cloud, Refusal
 from tests.k8s.rendered import Thing
-from tests.k8s.world import LOST, RUNNING, NoLog, Reconcile, World, complete_job, ended, reap
+from tests.k8s.world import LOST, NoLog, Reconcile, World, complete_job, ended, reap
 
 ONE_OFF = "one-off-trainer-abc123"
+OTHER_SHAPE = {"millrace.dev/pool": "trainium", "millrace.dev/shape": "trn1n.32xlarge"}
 
 
 @pytest.fixture
@@ -126,22 +127,6 @@ def test_a_group_has_one_holder_and_the_next_one_waits(
     assert cloud.sizes == [0, 2, 0]
 
 
-@pytest.mark.parametrize("how", ["stop-stage", "the Job is deleted"])
-def test_who_ends_a_deployment_gives_its_nodes_back(world: World, cloud: Cloud, reconcile: Reconcile, how: str) -> None:
-    def end() -> None:
-        cloud.serve(world)
-        if world.drivers and how != "stop-stage":
-            world.api.delete("Job", "deploy-trainer")
-        elif world.drivers and not world.record.stop:
-            ask_to_stop(world.api, world.record, "ann")
-
-    world.watch = end
-    world.attempt = lambda number: RUNNING
-    assert reconcile().exit_code == 75
-    assert cloud.sizes == [0, 2, 0]
-    assert world.is_down
-
-
 def test_a_deploy_job_that_is_killed_after_any_write_leaves_no_node(
     make_world: Callable[[], World], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,11 +204,38 @@ def test_eks_that_is_busy_is_asked_again_after_a_pause(world: World, cloud: Clou
 
 
 @pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"status": "UPDATING"}, None),
+        ({"status": "DEGRADED", "issues": ["AsgInstanceLaunchFailures: none left"]}, None),
+        ({"instance_types": ()}, None),  # its launch template says them
+        ({"labels": {"millrace.dev/pool": "trainium"}}, None),
+        ({"status": "DELETING"}, "DELETING"),
+        ({"status": "CREATE_FAILED", "issues": ["NodeCreationFailure: x"]}, "NodeCreationFailure: x"),
+        ({"instance_types": ["trn1.2xlarge"]}, "trn1.2xlarge"),
+        ({"instance_types": (), "labels": OTHER_SHAPE}, "trn1n.32xlarge"),
+        ({"labels": {}}, "millrace.dev/pool=trainium"),
+        ({"taints": [{"key": "other", "value": "true", "effect": "NoSchedule"}]}, "other:NoSchedule"),
+        ({"subnets": ["subnet-1", "subnet-2"]}, "subnet-1, subnet-2"),
+    ],
+)
+def test_a_pool_that_does_not_fit_is_named(
+    world: World, cloud: Cloud, changes: dict[str, Any], named: str | None
+) -> None:
+    found = check_pool(read_worker_group(world.api, "trainer"), replace(describe_node_group(POOL), **changes))
+    assert bool(found) == (named is not None), found
+    assert named is None or named in found
+
+
+@pytest.mark.parametrize(
     ("refused", "changes", "exit_code"),
     [
         (("UpdateNodegroupConfig", 403, "AccessDeniedException"), {}, 4),
         (("DescribeNodegroup", 403, "AccessDeniedException"), {}, 4),
         (None, {"nodes": 5}, 4),  # the group has at most 4
+        (None, {"node_pool": "millrace/trn2"}, 4),  # EKS has no such group
+        (None, {"node_pool": "other/trainium"}, 4),
         (None, {"capacity_ends_at": "2026-01-31T12:00:00Z"}, 75),  # its reservation is over
     ],
 )

@@ -6,16 +6,14 @@ import copy
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from deploy.client.one_off_request import OneOffRequest
-from deploy.client.requested_recipe import read_requested_recipe
 from k8s.client import deployment_watch, kuberay_one_off
 from k8s.client.kuberay_one_off import run_one_off
 from k8s.objects.deploy_job import render_deploy_job, render_recipe_config_map
@@ -23,11 +21,11 @@ from k8s.objects.names import GOOD_IMAGES, NODE_POOL, PREFLIGHT_ANNOTATION, stag
 from k8s.objects.one_off_job import cpu_group_of, render_one_off_job
 from k8s.objects.record import record_of
 from k8s.objects.worker_group import worker_group_of
-from services.common.errors import DeviceError, LimitError, RecipeError
+from services.common.errors import DeviceError, LimitError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
-from services.common.recipe.schema import Stage
 from services.common.testing.recipes import recipe_text
+from tests.deploy.batch.builders import one_off_request as ask
 from tests.k8s.builders import DIGEST, deployment_of, one_off_of, pod
 from tests.k8s.memory_api import MemoryApi
 from tests.k8s.rendered import Thing, cluster_of
@@ -84,25 +82,17 @@ class Cluster(MemoryApi):
         self.merge("Job", name, {"status": {"conditions": [condition]}})
 
 
-Ask = Callable[..., OneOffRequest]
-
-
 def run(api: Cluster, request: OneOffRequest, manifests: io.StringIO | None = None) -> int:
     return run_one_off(api, request, manifests)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def trainer(overlays: dict[str, list[Thing]]) -> Thing:
-    """The RayCluster of a cluster whose nodes are simply there, with an image that a deployment gave the trainer."""
+def api(overlays: dict[str, list[Thing]]) -> Cluster:
+    """A cluster whose nodes are simply there, with an image that a deployment gave the trainer."""
     cluster = copy.deepcopy(cluster_of(overlays["eks"]))
     cluster["metadata"]["annotations"].pop(stage_annotation("tokenizer", NODE_POOL))
     cluster["spec"]["workerGroupSpecs"][2]["template"]["spec"]["containers"][0]["image"] = IMAGE
-    return cluster
-
-
-@pytest.fixture
-def api(trainer: Thing) -> Cluster:
-    return Cluster(trainer)
+    return Cluster(cluster)
 
 
 @pytest.fixture
@@ -119,18 +109,6 @@ def while_waiting(monkeypatch: pytest.MonkeyPatch) -> Script:
     return script_polls(monkeypatch)
 
 
-@pytest.fixture
-def ask(tmp_path: Path) -> Ask:
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(recipe_text())
-
-    def request(*words: str, stage: Stage = "trainer", **changes: Any) -> OneOffRequest:
-        fields: dict[str, Any] = {"recipe": read_requested_recipe(recipe)}
-        return OneOffRequest(stage, words or ("summary",), **fields | changes)
-
-    return request
-
-
 def test_memory_brings_its_share_of_a_node(overlays: dict[str, list[Thing]]) -> None:
     cluster = cluster_of(overlays["eks"])
     group, cpu_group = worker_group_of(cluster, "trainer"), cpu_group_of(cluster)
@@ -142,16 +120,8 @@ def test_memory_brings_its_share_of_a_node(overlays: dict[str, list[Thing]]) -> 
             render_one_off_job(group, cpu_group, one_off_of(memory_gib=wrong))
 
 
-def test_what_cannot_be_is_refused_before_anything_is_created(api: Cluster, ask: Ask) -> None:
-    with pytest.raises(LimitError, match="MEMORY=500"):
-        run(api, ask(memory_gib=500))
-    with pytest.raises(RecipeError, match=r"'exprt' is not a subcommand of the trainer.* Do you mean export"):
-        run(api, ask("exprt"))
-    assert api.sent == []
-
-
 def test_the_image_is_that_of_the_newest_deployment_or_the_newest_good_one(
-    api: Cluster, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    api: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def image_of_the_newest(**changes: Any) -> str:
         run(api, ask(is_followed=False, **changes))
@@ -177,7 +147,7 @@ def recipe_of(job: Thing) -> str:
     return unpack_recipe(variables[RECIPE_VARIABLE]).decode() if variables.get(RECIPE_VARIABLE) else ""
 
 
-def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: Cluster, ask: Ask) -> None:
+def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: Cluster) -> None:
     """A one-off takes the overrides of the newest deployment, so that it finds the run that these named."""
     text = recipe_text(name="deployed")
     deployment = replace(
@@ -208,7 +178,7 @@ def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: C
     assert recipe_of(api.sent[-1]) == ""
 
 
-def test_a_dry_run_shows_it_and_creates_nothing(pooled: Cluster, ask: Ask) -> None:
+def test_a_dry_run_shows_it_and_creates_nothing(pooled: Cluster) -> None:
     file = io.StringIO()
     assert run(pooled, ask(is_dry_run=True), file) == 0
     documents = list(yaml.safe_load_all(file.getvalue()))
@@ -231,7 +201,6 @@ def test_a_dry_run_shows_it_and_creates_nothing(pooled: Cluster, ask: Ask) -> No
 )
 def test_it_is_followed_to_its_end_and_then_nothing_of_it_is_left(
     api: Cluster,
-    ask: Ask,
     while_waiting: Script,
     capsys: pytest.CaptureFixture[str],
     code: int,
@@ -248,7 +217,7 @@ def test_it_is_followed_to_its_end_and_then_nothing_of_it_is_left(
     assert api.names("Job") == []
 
 
-def test_one_that_takes_too_long_or_is_lost_is_typed_again(api: Cluster, ask: Ask, while_waiting: Script) -> None:
+def test_one_that_takes_too_long_or_is_lost_is_typed_again(api: Cluster, while_waiting: Script) -> None:
     def lose() -> None:
         api.delete("Pod", api.names("Pod")[0], grace_seconds=0)
         api.end_job("Failed")
@@ -260,7 +229,7 @@ def test_one_that_takes_too_long_or_is_lost_is_typed_again(api: Cluster, ask: As
 
 
 def test_a_refusal_of_the_api_server_ends_the_client_and_not_the_one_off(
-    api: Cluster, ask: Ask, while_waiting: Script, monkeypatch: pytest.MonkeyPatch
+    api: Cluster, while_waiting: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(kind: str, name: str) -> None:
         raise DeviceError("403")
@@ -271,7 +240,7 @@ def test_a_refusal_of_the_api_server_ends_the_client_and_not_the_one_off(
 
 
 def test_a_node_that_does_not_come_ends_it(
-    pooled: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str]
+    pooled: Cluster, while_waiting: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The Job that adds nodes has ended, because EKS refuses them. Its output says why."""
 
@@ -289,7 +258,7 @@ def test_a_node_that_does_not_come_ends_it(
 
 
 def test_one_that_does_not_begin_in_time_is_deleted(
-    api: Cluster, ask: Ask, while_waiting: Script, capsys: pytest.CaptureFixture[str], clock: Any
+    api: Cluster, while_waiting: Script, capsys: pytest.CaptureFixture[str], clock: Any
 ) -> None:
     while_waiting(
         lambda: api.begin_pod(phase="Pending"), lambda: setattr(clock, "now", clock.now + 1_801), lambda: None

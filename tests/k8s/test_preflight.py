@@ -300,11 +300,6 @@ def play(world: World, state_of_new: Thing, monkeypatch: pytest.MonkeyPatch) -> 
     return act
 
 
-def make_known(world: World, *images: str) -> None:
-    good = {"millrace.dev/trainer-good-images": json.dumps(images)}
-    world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": good}})
-
-
 @pytest.mark.usefixtures("reconcile")
 @pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("state_of_new", [ended(0, answer(3, problem="no corpus")), waiting("ErrImagePull")])
@@ -335,7 +330,8 @@ def test_what_is_not_accepted_leaves_the_deployment_before_as_it_was(
         not is_stopped,
         False,
     )
-    make_known(world, OLD, GOOD)
+    good = {"millrace.dev/trainer-good-images": json.dumps([OLD, GOOD])}
+    world.api.merge("RayCluster", "millrace", {"metadata": {"annotations": good}})
     assert target.roll_back(DeployRequest("trainer", is_followed=False)) == 0
     again = world.record.deployment
     assert (again.image, again.recipe_digest) == (OLD, before.recipe_digest)
