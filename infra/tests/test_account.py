@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import pytest
-from botocore.exceptions import ClientError, TokenRetrievalError, UnauthorizedSSOTokenError
+from botocore.exceptions import ClientError, NoCredentialsError, TokenRetrievalError, UnauthorizedSSOTokenError
 
 from infra.account.session import Account, explaining_refusals
 from services.common.errors import DeviceError, TryAgain
 
 
+def refusal(code: str, status: int) -> ClientError:
+    answer = {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return ClientError(answer, "DescribeJobs")
+
+
 @pytest.mark.parametrize(
-    "error", [UnauthorizedSSOTokenError(), TokenRetrievalError(provider="sso", error_msg="expired")]
+    ("error", "expected", "said"),
+    [
+        (NoCredentialsError(), DeviceError, "aws sso login"),
+        (UnauthorizedSSOTokenError(), DeviceError, "aws sso login"),
+        (TokenRetrievalError(provider="sso", error_msg="expired"), DeviceError, "aws sso login"),
+        (refusal("ServerException", 500), TryAgain, "job: "),
+        (refusal("TooManyRequestsException", 429), TryAgain, "job: "),
+        (refusal("ClientException", 400), DeviceError, "job: "),
+    ],
 )
-def test_a_sign_in_that_has_expired_says_how_to_sign_in(error: Exception) -> None:
-    with pytest.raises(DeviceError, match="aws sso login"), explaining_refusals("job"):
+def test_what_aws_refuses_is_told_from_what_it_could_not_do_now(
+    error: Exception, expected: type[Exception], said: str
+) -> None:
+    with pytest.raises(expected, match=said), explaining_refusals("job"):
         raise error
 
 
@@ -21,17 +36,3 @@ def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(DeviceError, match=r"AWS_PROFILE: .*nobody"):
         Account("us-west-2")
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "expected"),
-    [
-        ("ServerException", 500, TryAgain),
-        ("TooManyRequestsException", 429, TryAgain),
-        ("ClientException", 400, DeviceError),
-    ],
-)
-def test_what_aws_could_not_do_now_is_tried_again(code: str, status: int, expected: type[Exception]) -> None:
-    answer = {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}
-    with pytest.raises(expected, match="job: "), explaining_refusals("job"):
-        raise ClientError(answer, "DescribeJobs")

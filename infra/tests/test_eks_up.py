@@ -59,11 +59,11 @@ def test_a_failed_step_ends_it_with_its_exit_code(programs: Programs, tmp_path: 
     assert programs.calls[-1] == STEPS[2]
 
 
-def test_a_dry_run_ends_after_the_plan(programs: Programs, tmp_path: Path) -> None:
-    assert run(tmp_path, DRY_RUN="1") == 0
-    assert programs.calls == STEPS[:1]
-
-
-def test_another_stack_is_refused(programs: Programs, tmp_path: Path) -> None:
-    assert run(tmp_path, STACK="batch") == 2
-    assert programs.calls == []
+@pytest.mark.parametrize(
+    ("name", "value", "code", "calls"), [("DRY_RUN", "1", 0, STEPS[:1]), ("STACK", "batch", 2, [])]
+)
+def test_a_dry_run_ends_after_the_plan_and_another_stack_before_it(
+    programs: Programs, tmp_path: Path, name: str, value: str, code: int, calls: list[str]
+) -> None:
+    assert run(tmp_path, **{name: value}) == code
+    assert programs.calls == calls

@@ -20,12 +20,6 @@ def place(write_values: WriteValues) -> None:
     write_values(PLACE)
 
 
-def test_an_empty_account(run_infra: RunInfra, aws: Aws) -> None:
-    done = run_infra("leftovers")
-
-    assert done.stdout == "no resource of millrace is left in us-west-2\n"
-
-
 def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws: Aws) -> None:
     ec2 = aws.client("ec2")
     names = aws.make_subnets("usw2-az1", "usw2-az2", tags={STACK_TAG: "millrace"})
@@ -65,26 +59,30 @@ def test_everything_that_costs_is_named_with_its_price(run_infra: RunInfra, aws:
 
     lines = {line.split("  ")[1].strip() + " " + line[17:].split()[0]: line for line in done.stdout.splitlines()[1:-1]}
     assert re.match(r"14 .* millrace in us-west-2; .* us-east-1, not this region's", done.stdout)
-    assert "$73.00/month" in lines["EKS cluster millrace"]
-    assert "$15,695.00/month  trn1.32xlarge, running" in lines[f"instance {instance}"]
-    assert "$8.00/month  100 GiB, available" in lines[f"volume {volume}"]
-    assert "$0.00/month  unused; " in lines[f"interface {interface}"]
-    assert "$16.43/month  of a Service" in lines["load balancer of-a-service"]
-    assert "$36.50/month" in lines[f"NAT gateway {gateway['NatGatewayId']}"]
-    assert "$252.00/month  1200 GiB  data" in lines[f"FSx {file_system}"]
-    assert "by use  images  data" in lines["ECR millrace/head"]
-    assert "by use  objects  data" in lines["bucket artifacts"]
-    assert "0.0 GB" in lines["log group /aws/eks/millrace/cluster"]
-    assert "0.0 GB" in lines["log group /aws/containerinsights/millrace/performance"]
-    assert f"ec2 vpc/{vpc}" in lines
-    assert "$1.00/month" in lines[f"kms key/{key}"]
-    assert "$0.00/month  AWS deletes it within 30 days" in lines[f"kms key/{going}"]
+    expected = {
+        "EKS cluster millrace": "$73.00/month",
+        f"instance {instance}": "$15,695.00/month  trn1.32xlarge, running",
+        f"volume {volume}": "$8.00/month  100 GiB, available",
+        f"interface {interface}": "$0.00/month  unused; ",
+        "load balancer of-a-service": "$16.43/month  of a Service",
+        f"NAT gateway {gateway['NatGatewayId']}": "$36.50/month",
+        f"FSx {file_system}": "$252.00/month  1200 GiB  data",
+        "ECR millrace/head": "by use  images  data",
+        "bucket artifacts": "by use  objects  data",
+        "log group /aws/eks/millrace/cluster": "0.0 GB",
+        "log group /aws/containerinsights/millrace/performance": "0.0 GB",
+        f"ec2 vpc/{vpc}": "",
+        f"kms key/{key}": "$1.00/month",
+        f"kms key/{going}": "$0.00/month  AWS deletes it within 30 days",
+    }
+    assert lines.keys() == expected.keys()
+    assert [name for name, said in expected.items() if said not in lines[name]] == []
     assert "other" not in done.stdout
-    assert len(lines) == 14, "something is named twice"
     assert "$16,081.92/month" in done.stdout.splitlines()[-1]
 
 
 def test_what_no_tag_finds_is_found_by_its_name(run_infra: RunInfra, aws: Aws) -> None:
+    assert run_infra("leftovers").stdout == "no resource of millrace is left in us-west-2\n"
     iam = aws.client("iam")
     document = json.dumps(DENIAL)
     # More than a page of an answer.
@@ -109,6 +107,4 @@ def test_a_network_that_does_not_answer_is_worth_another_try(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
 
-    done = run_infra("leftovers", exit_code=75)
-
-    assert "AWS does not answer" in done.stderr
+    run_infra("leftovers", exit_code=75)

@@ -1,15 +1,18 @@
-"""The table of shapes says what EC2 said: DescribeInstanceTypes and its offerings, as moto ships them."""
+"""The table of shapes says what EC2 said, as moto ships it; the table of AWS' releases holds what the images take."""
 
 from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import moto.ec2
 import pytest
 
+from images.platforms import read_neuron_nodes
+from infra.aws_releases import ECS, MachineImages, read_machine_images
 from infra.shapes import SHAPES_JSON, find_shape, read_shapes
 from services.common.errors import RecipeError
 from services.common.hardware.gpus import sum_peaks
@@ -17,6 +20,7 @@ from services.common.hardware.instance_types import TERA
 
 CAPTURE = Path(moto.ec2.__file__).parent / "resources"
 MIB_PER_GIB = 1024
+TABLES = read_machine_images()
 SHAPES = json.loads(SHAPES_JSON.read_text(encoding="utf-8"))["shapes"]
 Zones = dict[str, dict[str, list[str]]]
 # EC2 says 512 GiB of one Trainium2 and nothing of those of trn2u, Neuron's "Amazon EC2 Trn2 Architecture" 96 of both.
@@ -100,9 +104,29 @@ def test_its_price_is_of_a_region_that_offers_it(name: str) -> None:
     assert price is None or price.region in SHAPES[name]["zone_ids"]
 
 
-def test_an_unknown_shape_is_named_with_the_known_ones() -> None:
-    with pytest.raises(RecipeError, match=r"'trn9' .* infra/shapes\.json, .*trn1\.32xlarge"):
-        find_shape("trn9")
+@pytest.mark.parametrize("images", TABLES.values(), ids=TABLES)
+def test_every_release_has_a_driver_that_the_images_of_a_variant_take(images: MachineImages) -> None:
+    nodes = read_neuron_nodes().values()
+    assert [each for each in images.drivers.values() if not any(node.takes_driver(each) for node in nodes)] == []
+
+
+@pytest.mark.parametrize("images", TABLES.values(), ids=TABLES)
+def test_the_default_is_the_newest_release_with_the_images_own_driver(images: MachineImages) -> None:
+    driver = read_neuron_nodes()["neuron"].driver
+    own = [release for release, its_driver in images.drivers.items() if its_driver == driver]
+    assert images.default == max(own, key=lambda release: re.findall(r"\d{8}", release))
+
+
+@pytest.mark.parametrize("version", sorted(TABLES.keys() - {ECS}))
+def test_releases_are_of_their_version_of_kubernetes(version: str) -> None:
+    releases = TABLES[version].drivers
+    assert all(re.fullmatch(rf"{re.escape(version)}\.\d+-\d{{8}}", release) for release in releases)
+
+
+def test_images_take_no_driver_that_is_too_old_or_too_new_for_them() -> None:
+    node = read_neuron_nodes()["neuron"]
+    drivers = ("2.26.10.0", node.driver, "2.28.0.0", "2.29.0.0")
+    assert [node.takes_driver(each) for each in drivers] == [False, True, True, False]
 
 
 def _read(path: Path) -> Any:
