@@ -18,8 +18,8 @@ from k8s.objects.record import Outcome
 from services.common.errors import DeviceError
 from tests.k8s.builders import REGION, Clock
 from tests.k8s.cloud import Cloud
-from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, copy_overlay
-from tests.k8s.world import NoLog, Reconcile, World, cluster_group
+from tests.k8s.rendered import OVERLAYS, Thing, cluster_of, copy_overlay, groups_of
+from tests.k8s.world import NoLog, Reconcile, World
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def eks_cluster(overlays: dict[str, list[Thing]], tmp_path: Path) -> Iterator[Thing]:
     """The RayCluster of the overlay eks, with `tmp_path` as its trainer's root."""
     cluster = copy.deepcopy(cluster_of(overlays["eks"]))
-    mounts = cluster_group(cluster)["template"]["spec"]["containers"][0]["volumeMounts"]
+    mounts = groups_of([cluster])["trainer"]["template"]["spec"]["containers"][0]["volumeMounts"]
     next(each for each in mounts if each["name"] == "fsx")["mountPath"] = str(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     yield cluster

@@ -38,10 +38,6 @@ def copy_overlay(overlay: Path, folder: Path, **settings: str) -> Path:
     return folder
 
 
-def name_of(thing: Thing) -> str:
-    return f"{thing['kind']}/{thing['metadata']['name']}"
-
-
 def of_kind(things: list[Thing], kind: str) -> dict[str, Thing]:
     """Objects of a kind by their names."""
     return {thing["metadata"]["name"]: thing for thing in things if thing["kind"] == kind}

@@ -15,7 +15,6 @@ from k8s.controller.ray_jobs import DriverState
 from k8s.objects.record import Acceptance, Outcome, Record
 from tests.k8s.builders import deployment_of
 
-IMAGE = deployment_of().image
 PATIENCE = 1_800.0
 LOSS_PATIENCE = 20_000.0
 LONG = WHOLE_GANG_SECONDS + 1

@@ -27,7 +27,7 @@ from k8s.objects.record import Acceptance, Outcome, Record, read_record
 from k8s.objects.worker_group import read_worker_group
 from tests.k8s.builders import READY, Clock, deployment_of, node, pod
 from tests.k8s.memory_api import MemoryApi
-from tests.k8s.rendered import Thing
+from tests.k8s.rendered import Thing, groups_of
 
 Reconcile = Callable[..., Outcome]
 POLL_SECONDS = 5.0
@@ -55,7 +55,7 @@ class World:
 
     def set_node(self, name: str, taints: list[Thing], conditions: list[Thing]) -> None:
         made = node(name, taints, conditions)
-        group = cluster_group(self.api.find("RayCluster", "millrace") or {})
+        group = groups_of([self.api.find("RayCluster", "millrace") or {}])["trainer"]
         pod = group["template"]["spec"]
         made["metadata"]["labels"] = pod.get("nodeSelector") or {}
         made["status"]["allocatable"] = pod["containers"][0]["resources"]["requests"]
@@ -92,7 +92,7 @@ class World:
         """Whether nothing of the stage is left, and its worker group, if the RayCluster is there, has 0 replicas."""
         cluster = self.api.find("RayCluster", "millrace")
         left = [name for kind in ("Pod", "PodGroup", "Lease") for name in self.api.names(kind)]
-        return not left and not (cluster and cluster_group(cluster)["replicas"])
+        return not left and not (cluster and groups_of([cluster])["trainer"]["replicas"])
 
     def bound(self) -> list[str]:
         return sorted(each["spec"]["nodeName"] for each in self._pods() if each["spec"].get("nodeName"))
@@ -130,7 +130,7 @@ class World:
         cluster = self.api.find("RayCluster", "millrace")
         if cluster is None:
             return
-        group, pods = cluster_group(cluster), self._pods()
+        group, pods = groups_of([cluster])["trainer"], self._pods()
         for each in pods[group["replicas"] :]:
             self.api.delete("Pod", each["metadata"]["name"])
         for _ in range(group["replicas"] - len(pods)):
@@ -189,10 +189,6 @@ class NoLog:
     def close(self, timeout_seconds: float) -> None: ...
 
     def abandon(self) -> None: ...
-
-
-def cluster_group(cluster: Thing) -> Thing:
-    return dict(next(each for each in cluster["spec"]["workerGroupSpecs"] if each["groupName"] == "trainer"))
 
 
 def ended(exit_code: int, message: str = "millrace: done") -> DriverState:

@@ -68,21 +68,16 @@ def inline(folder: Path, recipe: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def batch(folder: Path, recipe: Path, network: Network) -> Path:
-    """A root that three jobs filled."""
+    """A root that three jobs of two nodes filled, which both succeed in the first attempt."""
     root = make_root(folder / "batch")
     for stage in STAGES:
-        run_job(network, define(stage, recipe, root))
+        job = Job(network, define(stage, recipe, root))
+        try:
+            assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
+            assert [each.poll() for each in job.attempts[0].nodes.values()] == [0, 0], job.logs
+        finally:
+            job.close()
     return root
-
-
-def run_job(network: Network, definition: JobDefinition) -> None:
-    """The job has two nodes, which both succeed in the first attempt."""
-    job = Job(network, definition)
-    try:
-        assert job.wait(JOB_SECONDS) == "SUCCEEDED", job.logs
-        assert [each.poll() for each in job.attempts[0].nodes.values()] == [0, 0], job.logs
-    finally:
-        job.close()
 
 
 def define(stage: Stage, recipe: Path, root: Path) -> JobDefinition:
