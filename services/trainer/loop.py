@@ -124,6 +124,8 @@ class Training:
         outcomes, settled = list[StepOutcome](), None
         with self.watchdog.step(self._done, self._is_program_new):
             taken = self._take_step()
+            if taken.record.is_first_of_process:
+                self._report_cache_misses()
             if self._unsettled:
                 outcomes.append(self._settle(self._unsettled, self._agreement.finish()))
                 self._unsettled = None
@@ -162,6 +164,18 @@ class Training:
             time=time.time(),
         )
         return TakenStep(record, batch, batches, is_applied)
+
+    def _report_cache_misses(self) -> None:
+        """Record files that the program's first step added to the nodes' copies of the compile cache. A graph that was
+        found may need its kernels compiled again. Raises `DeviceError` under `compile.require_warm`.
+        """
+        if self._job.cache and (files := self._group.maximum(new_cache_files(self._job))):
+            self._record("cache_miss", files=files)
+            if self._job.recipe.compile.require_warm:
+                raise DeviceError(
+                    f"{self._job.cache.path}: {files} files that it lacks were compiled, which compile.require_warm "
+                    f"forbids. Train with the image, or from the path of the virtual environment, that compiled it."
+                )
 
     def _own_part(self, taken: TakenStep) -> WorkerStep:
         """Return what this worker tells the others about a step. The outcome of the step before has to be settled."""

@@ -36,6 +36,7 @@ Kind = Literal[
     "fallback",
     "recovered",
     "copy_left_out",
+    "cache_miss",
     "short_notice",
     "checkpoint_failed",
     "diverged",
@@ -55,6 +56,10 @@ _WARNINGS: dict[str, str] = {
     "rollbacks_exhausted": (
         "loss spike up to step {step} after {rollbacks} rollbacks (train.loss_spike_max_rollbacks): training "
         "goes on. A lower optimizer.learning_rate makes another run, which may be more stable"
+    ),
+    "cache_miss": (
+        "{files} files were compiled that the compile cache lacks. Train with the image, or from the path of the "
+        "virtual environment, that compiled it: docs/operations/runbooks/cache-miss.md"
     ),
     "short_notice": "{message}",
 }

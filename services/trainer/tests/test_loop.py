@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import shutil
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from services.common.artifacts.checkpoint import checkpoint_id, shard_name
 from services.common.artifacts.manifest import MANIFEST
-from services.common.errors import ArtifactError, TryAgain
+from services.common.errors import ArtifactError, DeviceError, TryAgain
 from services.common.process.shutdown import DRAIN_TIMEOUT_VARIABLE, StopReason
 from services.common.program.process_group import ProcessGroup
+from services.trainer import loop
 from services.trainer.checkpoints.loader import resume
 from services.trainer.checkpoints.retention import discard_old
 from services.trainer.checkpoints.steps import checkpoint_steps
@@ -155,3 +158,17 @@ def test_with_a_checkpoint_after_each_step_no_commit_waits_for_a_write(
     assert are_written == [True] * 8
     stalled = [each["step"] for each in read_metrics(job.run_folder) if "checkpoint_stall_seconds" in each]
     assert stalled == list(range(1, 9))
+
+
+@pytest.mark.parametrize("requires_warm", [False, True])
+def test_kernels_that_the_cache_lacks_are_a_miss_although_its_graphs_are_found(
+    new_job: NewJob, monkeypatch: pytest.MonkeyPatch, requires_warm: bool
+) -> None:
+    cache: Any = SimpleNamespace(path="cache")
+    job = replace(new_job(train__max_steps="2", compile__require_warm=str(requires_warm).lower()), cache=cache)
+    monkeypatch.setattr(loop, "prepare_node", lambda job: None)
+    monkeypatch.setattr(loop, "new_cache_files", lambda job: 3)
+    with pytest.raises(DeviceError, match="cache: 3") if requires_warm else nullcontext():
+        train_here(job)
+
+    assert count_events(job.run_folder) == {"cache_miss": 1}
