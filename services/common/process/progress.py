@@ -105,10 +105,12 @@ class Progress:
         self.bars.update(self._id, completed=done, note=note)
         self._print_if_due()
 
-    def wait(self) -> None:
-        """Report every few seconds that nothing was done, so that a hang shows even before the first piece of work."""
-        self.bars.update(self._id)  # forgets a rate that is long past
-        if self.stalled_seconds is not None:
+    def wait(self, phase: str = "") -> None:
+        """Report every few seconds that nothing was done, so that a hang shows even before the first piece of work, or
+        that another piece of work goes on.
+        """
+        self.bars.update(self._id, note=phase or self._task.fields["note"])  # forgets a rate that is long past
+        if phase or self.stalled_seconds is not None:
             self._print_if_due()
 
     def start_again(self, done: float | None = None) -> None:

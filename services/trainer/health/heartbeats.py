@@ -23,6 +23,7 @@ HEARTBEAT_SECONDS = 2.0
 HEARTBEAT_BYTES = 512
 STEP = "step"
 """Phase of a heartbeat that has a limit."""
+BETWEEN_PHASES = "between phases"
 
 
 class Hang(NamedTuple):
@@ -67,6 +68,14 @@ def read_heartbeats(job: Job) -> dict[int, dict[str, Any]]:
             if (fields.get("attempt"), fields.get("start")) == (job.attempt, job.start_number):
                 found[rank] = fields
     return found
+
+
+def read_phase(run_folder: Path) -> str:
+    """Return what rank 0 does besides steps, such as `evaluation`; empty in a step, and where that is unknown."""
+    with suppress(OSError):
+        fields = parse_json_line(_heartbeat_file(run_folder, 0).read_bytes()) or {}
+        return "" if fields.get("phase") in (STEP, BETWEEN_PHASES) else str(fields.get("phase", ""))
+    return ""
 
 
 def find_hang(job: Job) -> Hang | None:

@@ -21,7 +21,13 @@ from typing import Any, Self
 
 from services.common.process.background_thread import running_in_background
 from services.common.program.process_group import ProcessGroup
-from services.trainer.health.heartbeats import HEARTBEAT_SECONDS, STEP, heartbeat_seconds, write_heartbeat
+from services.trainer.health.heartbeats import (
+    BETWEEN_PHASES,
+    HEARTBEAT_SECONDS,
+    STEP,
+    heartbeat_seconds,
+    write_heartbeat,
+)
 from services.trainer.job import Job, rank_log
 
 logger = logging.getLogger(__name__)
@@ -75,7 +81,7 @@ class Watchdog:
         """Name the phase of the block in heartbeats."""
         self._activity = (phase, step, time.monotonic())
         yield
-        self._activity = ("between phases", step, time.monotonic())
+        self._activity = (BETWEEN_PHASES, step, time.monotonic())
 
     def _beat(self, is_over: threading.Event) -> None:
         began_at = time.monotonic()

@@ -22,7 +22,8 @@ from services.common.process.background_thread import running_in_background
 from services.common.process.progress import show_progress
 from services.common.process.shutdown import StopReason, end_soon, name_signal, on_stop_signal, raise_stopped
 from services.common.recipe.schema import NoticeCondition
-from services.trainer.health.heartbeats import forget_heartbeats
+from services.trainer.checkpoints.steps import newest_step
+from services.trainer.health.heartbeats import forget_heartbeats, read_phase
 from services.trainer.job import Job
 from services.trainer.loop import train
 from services.trainer.metrics.events import EventTail, is_restarting, warnings_of
@@ -58,7 +59,8 @@ def supervise(job: Job, observe: Observer = lambda events: None) -> None:
     forget_signals(job.run_folder)
     forget_heartbeats(job.run_folder)
     spec = describe_workers(job.recipe, job.run_folder, node_folder(job).name)
-    logger.info("starting %d workers (%s); logs are in %s", spec.num_workers, job.launch, job.run_folder / "logs")
+    workers, logs, step = f"{spec.num_workers} workers ({job.launch})", job.run_folder / "logs", _start_step(job)
+    logger.info("starting %s%s; logs are in %s", workers, f" to continue after step {step:,}" if step else "", logs)
     group = WorkerGroup(
         pickle.dumps((train_on_node, job)),
         spec,
@@ -74,6 +76,11 @@ def supervise(job: Job, observe: Observer = lambda events: None) -> None:
         choose_launcher(job.launch).run_workers(group)
     if request.signum is not None:  # it came after the last step, at which the workers no longer look
         forget_signals(job.run_folder)
+
+
+def _start_step(job: Job) -> int:
+    """Return the step of the newest checkpoint, which is the first that the workers try to load."""
+    return newest_step(job.checkpoint_collection) or job.recipe.train.first_step
 
 
 def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
@@ -134,7 +141,7 @@ def _progress_of(job: Job, observe: Observer) -> Iterator[None]:
     """Show the run's progress from its records, which every launcher has, and pass on its events."""
 
     def follow(is_over: threading.Event) -> None:
-        is_last, tail = False, EventTail(job)
+        is_last, tail, seen = False, EventTail(job), before
         while not is_last:
             is_last = is_over.wait(PROGRESS_SECONDS)
             events = tail.read()
@@ -146,12 +153,14 @@ def _progress_of(job: Job, observe: Observer) -> Iterator[None]:
                     progress.start_again()
             observe(events)
             last = read_last_step(job.run_folder)
-            if last and last != before:
+            if last and last != seen:
+                seen = last
                 progress.advance_to(last["step"], f"loss {last['loss']:.2f}, {last['tokens_per_second']:,.0f} tokens/s")
             else:
-                progress.wait()
+                progress.wait(read_phase(job.run_folder))
 
     with show_progress("training", job.recipe.train.max_steps, "steps") as progress:
+        progress.start_again(_start_step(job))
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
         with running_in_background(follow, "progress"):
             yield

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
+
+import torch.hub
 
 from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.backends.backend import Backend
@@ -40,6 +43,9 @@ def joined_group(environment: WorkerEnvironment, world: str = GLOO) -> Iterator[
 
 def make_backend(job: Job, environment: WorkerEnvironment) -> Backend:
     """Make the backend of this worker's device, after `prepare_device`."""
+    # The lock of Inductor's bars would be a semaphore, of which Python warns after workers that were stopped.
+    if set_lock := getattr(getattr(torch.hub, "tqdm", None), "set_lock", None):
+        set_lock(RLock())
     recipe, parallel = job.recipe, job.recipe.parallel
     mesh = make_mesh(recipe, environment.rank, environment.world_size)
     settings = (parallel.threads_per_worker, recipe.train.reduction, parallel.device, environment.local_rank)
