@@ -63,7 +63,7 @@ from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
 from services.trainer.inspection.sample import TextGenerator
-from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job, RunCorpus
 from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.report.comparison import compare_runs
@@ -132,7 +132,7 @@ def train(
     if dry_run:
         corpus = find_own_corpus(given, corpus_path)
         known = describe_start(given.root, recipe, corpus)
-        print(describe(recipe, corpus.payloads if corpus else None, known))
+        print(describe(recipe, corpus.payloads if isinstance(corpus, RunCorpus) else None, known))
         return 0
     require_backend(recipe.parallel.device)
     job = open_job(given, open_own_corpus(given, corpus_path), cache, launch, allow_cold_compile=allow_cold_compile)
@@ -169,7 +169,9 @@ def plan(
     except ValidationError as error:
         first = error.errors()[0]
         context.fail(f"--{first['loc'][0]}".replace("_", "-") + f" {first['input']}: {first['msg']}.")
-    print(describe_plan(given.recipe, corpus.payloads if corpus else None, assumptions), flush=True)
+    print(
+        describe_plan(given.recipe, corpus.payloads if isinstance(corpus, RunCorpus) else None, assumptions), flush=True
+    )
     require_fit(given.recipe)
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -89,11 +88,12 @@ def open_evaluated(given: Given, corpus_path: Path | None) -> RunCorpus:
     return describe_corpora(given.recipe, {given.recipe.corpus.name: corpus})
 
 
-def find_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus | None:
-    """Do the same as `open_own_corpus`; return None where there is no such corpus."""
-    with suppress(ArtifactError):
+def find_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus | ArtifactError:
+    """Open the corpus that the recipe's run trains on, or return why it cannot be opened."""
+    try:
         return open_own_corpus(given, corpus_path)
-    return None
+    except ArtifactError as error:
+        return error
 
 
 def open_own_run(given: Given, corpus_path: Path | None) -> Run:

@@ -163,8 +163,8 @@ def check_schedule(recipe: Recipe) -> str:
         return ""
     ends = f"train.max_steps is {last:,} and optimizer.decay_steps {end:,}: "
     if last > end:
-        rest = f"has the rate {optimizer.min_learning_rate:g}" if optimizer.min_learning_rate else "changes no weight"
-        return f"{ends}the last {last - end:,} steps take data at the end of the schedule, which {rest}"
+        rest = f"train at {optimizer.min_learning_rate:g}" if optimizer.min_learning_rate else "change no weight"
+        return f"{ends}after the schedule's end the last {last - end:,} steps {rest}"
     return f"{ends}the run ends {end - last:,} steps before its rate reaches {optimizer.min_learning_rate:g}"
 
 

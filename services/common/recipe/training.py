@@ -131,7 +131,7 @@ class Checkpoint(Section):
     """Steps between two checkpoints."""
     memory_interval_steps: Positive | None = None
     """Steps between two copies of the state in the memory of the nodes (/dev/shm), each also on the next node: a killed
-    worker or a lost node then costs at most about these steps. Without it, there are none."""
+    worker or a lost node then costs at most these steps, and the write and the read of a checkpoint."""
     keep_latest: Annotated[int, Field(ge=2)] = 2
     """Number of newest checkpoints that are kept; at least 2, because the newest may be damaged."""
     keep_interval_steps: Positive | None = None

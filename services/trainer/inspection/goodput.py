@@ -61,8 +61,10 @@ class FailureCost(NamedTuple):
     node_wait_seconds: float
     start_seconds: float
     read_seconds: float
+    commit_seconds: float
+    """Seconds in which what is left in memory becomes a checkpoint."""
     redone_seconds: float
-    """Seconds of the steps since the newest checkpoint."""
+    """Seconds of the steps since the newest checkpoint or copy."""
 
     @property
     def total_seconds(self) -> float:
@@ -78,6 +80,7 @@ PARTS = (
     "until there is another node (--node-wait-minutes)",
     "to start",
     "to read the checkpoint",
+    "to commit the copy in memory before",
     "of recomputed steps",
 )
 
@@ -93,15 +96,15 @@ def failure_costs(recipe: Recipe, num_nodes: int, times: RunTimes) -> dict[Failu
     # A checkpoint counts once it is committed. Until then a failure goes back to the one before.
     policy, write = recipe.checkpoint, times.write_seconds
     far = policy.interval_steps * times.step_seconds / 2 + write
-    # What is left in memory is committed first; of a run on one node that is lost, nothing is.
-    near = (policy.memory_interval_steps or policy.interval_steps) * times.step_seconds / 2 + write
-    node = far if num_nodes == 1 else near
+    copied = policy.memory_interval_steps
+    near = (write, copied * times.step_seconds / 2) if copied else (0.0, far)
+    node = near if num_nodes > 1 else (0.0, far)  # of the only node's memory nothing is left
     limit = limit_seconds([times.step_seconds], train.watchdog_factor, train.watchdog_min_seconds)
     hang = COLLECTIVE_TIMEOUT.total_seconds() if limit is None else limit
     return {
-        Failure.WORKER: FailureCost(0.0, 0.0, RESTART_SECONDS, read, near),
-        Failure.HANG: FailureCost(hang, 0.0, RESTART_SECONDS, read, near),
-        Failure.NODE: FailureCost(NODE_LOSS_SECONDS, times.node_wait_seconds, FIRST_STEP_SECONDS, read, node),
+        Failure.WORKER: FailureCost(0.0, 0.0, RESTART_SECONDS, read, *near),
+        Failure.HANG: FailureCost(hang, 0.0, RESTART_SECONDS, read, *near),
+        Failure.NODE: FailureCost(NODE_LOSS_SECONDS, times.node_wait_seconds, FIRST_STEP_SECONDS, read, *node),
     }
 
 

@@ -238,9 +238,9 @@ def _checkpoints(recipe: Recipe, step: StepEstimate | None, assumptions: Assumpt
     every = policy.interval_steps if nodes == 1 else policy.memory_interval_steps or policy.interval_steps
     lost_hours = (every * step.seconds + write_seconds) / SECONDS_PER_HOUR
     dollars = "" if price is None else f", ${lost_hours * nodes * price:,.0f}"
+    written = "commit of their copy" if every == policy.memory_interval_steps else "write of the next checkpoint"
     rows["loss"] = (
-        f"a failure without notice loses at most {lost_hours * 60:,.0f} min{dollars}: {every:,} steps "
-        f"and the write of the next checkpoint"
+        f"a failure without notice loses at most {lost_hours * 60:,.0f} min{dollars}: {every:,} steps and the {written}"
     )
     rows["Young's optimum"] = (
         f"every {optimum:,} steps ({optimum * step.seconds / 60:,.0f} min) if training stopped for the whole write. It "

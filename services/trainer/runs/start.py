@@ -14,13 +14,13 @@ from services.trainer.runs.branch import describe_parent, find_lineage
 from services.trainer.runs.description import RunDescription, read_description
 
 
-def describe_start(root: Path, recipe: Recipe, corpus: RunCorpus | None) -> dict[str, str]:
+def describe_start(root: Path, recipe: Recipe, corpus: RunCorpus | ArtifactError) -> dict[str, str]:
     """Return the rows of `--dry-run` with the run's name and the step at which it begins.
 
     This reads manifests, and compares the sizes of the newest checkpoint's files.
     """
-    if corpus is None:
-        return {"run": f"{recipe.name}-..., completed by the corpus, which the tokenizer has not published yet"}
+    if isinstance(corpus, ArtifactError):
+        return {"run": f"{recipe.name}-..., completed by the corpus: {corpus}"}
     last = f"{recipe.train.max_steps:,}"
     try:
         lineage = find_lineage(root, recipe, corpus)
