@@ -106,7 +106,7 @@ def test_a_killed_worker_is_replaced_without_ray_and_a_killed_agent_by_new_worke
     records = read_run(root).records
     wait_until(lambda: read_run(root).records != records, 240, process=command)  # before, a stop is at once
     command.terminate()  # as `ray job stop` does
-    require_stop(command, root, "sigterm")
+    require_stop(command, root, "SIGTERM")
 
 
 def test_a_lost_node_costs_the_steps_since_the_newest_copy_in_memory(

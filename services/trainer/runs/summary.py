@@ -47,15 +47,16 @@ def list_facts(run: Run) -> Iterator[Fact]:
         total = f"of {_write_number(status.total_tokens)}" if status.total_tokens else ""
         seen = min(1.0, status.tokens / status.total_tokens) if status.total_tokens else None
         yield Fact("Tokens seen", _write_number(status.tokens), total, seen)
-    left = "0 s" if status.state == "done" else "unknown"
-    if status.seconds_left is not None:
-        left = write_duration(status.seconds_left)
-    yield Fact("Time left", left, f"began {status.began_at:%Y-%m-%d %H:%M} UTC" if status.began_at else "")
+    left = "unknown" if status.seconds_left is None else write_duration(status.seconds_left)
+    yield Fact("Time left", "none" if status.state == "done" else left)
+    if status.began_at:
+        yield Fact("Began", f"{status.began_at:%Y-%m-%d}", f"{status.began_at:%H:%M} UTC")
     if "tokens_per_second" in numbers:
         yield Fact("Tokens per second", _write_number(numbers["tokens_per_second"]), "mean, without first steps")
     if "mfu" in numbers:
-        causal = f"{numbers['mfu_causal']:.1%} with causal attention once" if "mfu_causal" in numbers else ""
-        yield Fact("MFU", f"{numbers['mfu']:.1%}", causal)
+        causal = numbers.get("mfu_causal")
+        note = f"{causal:.1%} counting only the causal half of attention" if causal is not None else ""
+        yield Fact("MFU", f"{numbers['mfu']:.1%}", note)
     if status.goodput is not None:
         restarts = int(numbers.get("restarts", 0))
         yield Fact("Goodput", f"{status.goodput:.1%}", f"{restarts:,} restart{'' if restarts == 1 else 's'}")
@@ -74,7 +75,7 @@ def summarize(run: Run) -> str:
     rows = [
         *_describe_artifacts(run),
         *_describe_relatives(run),
-        *((fact.label, f"{fact.value}  {fact.note.replace('±', '+-')}") for fact in list_facts(run)),
+        *((fact.label, f"{fact.value}  {fact.note.replace('±', '+-')}".rstrip()) for fact in list_facts(run)),
         *_describe_times(run),
         ("Skipped", describe_skips(run)),
         ("Events", ", ".join(f"{count} {name}" for name, count in count_events(run.folder).items()) or "none"),

@@ -65,7 +65,8 @@ def forget_signals(run_folder: Path) -> None:
 def stopped(reason: StopReason, when: str) -> MillraceError:
     """Make the error of a run that stopped early. Its exit code is 75, or 130 for Ctrl-C."""
     kind = Interrupted if reason is StopReason.INTERRUPT else TryAgain
-    return kind(f"Stopped by {reason} {when}. The same command continues.")
+    cause = {StopReason.SIGTERM: "SIGTERM", StopReason.INTERRUPT: "Ctrl-C"}.get(reason, str(reason))
+    return kind(f"Stopped by {cause} {when}. The same command continues.")
 
 
 def read_request(run_folder: Path) -> StopReason:
