@@ -154,7 +154,7 @@ class Manifest(ManifestModel):
             return cls.model_validate(raw)
         except ValidationError as error:
             problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
-            lines = list_problems(problems, "problems")
+            lines = [each.replace("Value error, ", "") for each in list_problems(problems, "problems")]
             raise ArtifactError("\n  ".join([f"{path}: does not follow {cls.SCHEMA}:", *lines])) from error
 
     def write(self, folder: Path) -> None:

@@ -25,7 +25,7 @@ from typer.core import TyperCommand, TyperGroup
 from services.common.errors import RecipeError, shell_command
 from services.common.launch.cluster_address import default_launcher
 from services.common.launch.launcher import LAUNCHERS
-from services.common.recipe.file import load_recipe, read_override, read_overrides
+from services.common.recipe.file import explain_word, load_recipe, read_override, read_overrides
 from services.common.recipe.schema import Recipe
 
 
@@ -53,10 +53,11 @@ def run_app(app: typer.Typer, argv: list[str], program: str) -> int:
         failed = getattr(error, "ctx", None)
         usage = f"\n{failed.get_usage()}" if failed else ""
         if failed and failed.parent:
-            has_recipe = any("--recipe" in each.opts for each in failed.command.params)
-            words = shell_command(program, failed.info_name, "RECIPE" if has_recipe else "")
+            needs_recipe = any("--recipe" in each.opts and each.required for each in failed.command.params)
+            words = shell_command(program, failed.info_name, "RECIPE" if needs_recipe else "")
             usage = usage.replace(failed.command_path, words)
-        raise RecipeError(f"{error.format_message()}{usage}") from error
+        message = error.format_message().replace("option '--recipe'.", "RECIPE.").replace("Value error, ", "")
+        raise RecipeError(f"{message}{usage}") from error
 
 
 def one_of(names: Iterable[str]) -> Callable[[Any], Any]:
@@ -113,7 +114,7 @@ def read_given(context: Context, recipe_path: Path, root: Path) -> Given:
     """Load the recipe with the overrides of the command line. Raises `RecipeError` for any other word that is left."""
     for word in context.args:
         if not read_override(word):
-            context.fail(f"No such option or argument: {word}. A recipe override reads --section.key=value.")
+            context.fail(f"No such option or argument: {word}. {explain_word(word)}")
     return Given(load_recipe(recipe_path, read_overrides(context.args)), recipe_path, root)
 
 

@@ -45,7 +45,8 @@ def _require_shared_batch(recipe: Recipe) -> None:
     if number % models:
         raise ValueError(
             f"{number} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) cannot be shared by "
-            f"parallel.data_parallel_size {models}"
+            f"parallel.data_parallel_size {models}: make batch.global_batch_size a multiple of "
+            f"{recipe.batch.micro_batch_size * models}"
         )
     if recipe.train.reduction == "exact" and number & (number - 1):
         raise ValueError(

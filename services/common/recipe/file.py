@@ -46,7 +46,10 @@ class RecipeSource:
             wrong = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
             problems = list_problems(map(_describe_problem, wrong), "problems")
             lines = "\n  ".join(["", *problems] if len(problems) > 1 else problems)
-            raise RecipeError(f"{self.origin}: {lines}") from error
+            keys = [".".join([*map(str, each["loc"]), ""]) for each in wrong]
+            typed = [next((o for o in overrides if o.startswith(key) or key.startswith(f"{o}.")), "") for key in keys]
+            place = ", ".join(f"--{each}" for each in dict.fromkeys(typed)) if all(typed) else self.origin
+            raise RecipeError(f"{place}: {lines}") from error
 
 
 def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
@@ -84,6 +87,14 @@ def read_overrides(words: Iterable[str]) -> dict[str, str]:
     return dict(filter(None, map(read_override, words)))
 
 
+def explain_word(word: str) -> str:
+    """Return how to write a word of a command line that may be meant as an override."""
+    key, _, value = word.removeprefix("--").partition("=")
+    text, sections = value or "VALUE", [name for name, each in _subsections(Recipe).items() if key in each.model_fields]
+    meant = [key] if "." in key else [f"{name}.{key}" for name in sections] or ["section.key"]
+    return f"A recipe override is written with section and `=`: {' or '.join(f'--{each}={text}' for each in meant)}."
+
+
 def _override(values: dict[str, Any], dotted: str, text: str) -> None:
     *sections, key = dotted.split(".")
     try:
@@ -104,9 +115,9 @@ def _describe_problem(problem: Any) -> str:
         return f"unknown key {dotted!r}.{_nearest_key(location)}"
     if problem["type"] == "missing":
         return f"{dotted}: missing. Every recipe needs it; see recipes/tiny-cpu.toml."
-    message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
-        return f"{dotted}: {message}" if dotted else message
+        return (f"{dotted}: " if dotted else "") + problem["msg"].removeprefix("Value error, ")
+    message = f"a section, --{dotted}.KEY=VALUE" if problem["type"] == "model_type" else problem["msg"]
     return f"{dotted}: got {problem['input']!r:.200}, expected: {message.removeprefix('Input should be ')}"
 
 

@@ -268,8 +268,8 @@ class Parallel(Section):
     """CPU threads of a worker. Compiled loops depend on this number, so it is declared and never detected."""
     device: Annotated[Device, COMPILED] = "cpu"
     """Kind of device that a worker computes on; every worker has a device of its own. `xla` is a NeuronCore of trn1 by
-    torch_xla, `neuron` a NeuronCore of trn2 and trn3 by TorchNeuron, and `cuda` an NVIDIA GPU. `cuda` and `neuron` are
-    written by their documentation and have not run on their devices."""
+    torch_xla, `neuron` a NeuronCore of trn2 and trn3 by TorchNeuron, and `cuda` an NVIDIA GPU. `cuda` has run
+    on one H100; `neuron` follows its documentation and has not run on a device."""
 
     @property
     def num_workers(self) -> int:

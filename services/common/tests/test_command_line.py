@@ -83,6 +83,20 @@ def test_a_wrong_word_is_a_recipe_error(tmp_path: Path, words: list[str]) -> Non
         run("--recipe", str(write_recipe(tmp_path)), *words)
 
 
+@pytest.mark.parametrize(
+    ("word", "override"),
+    [
+        ("--train.max_steps", "--train.max_steps=VALUE"),
+        ("--max_steps=7", "--train.max_steps=7"),
+        ("--num_workers", "--compile.num_workers=VALUE"),
+        ("--no-such-option", "--section.key=VALUE"),
+    ],
+)
+def test_a_word_that_may_be_meant_as_an_override_is_answered_with_it(tmp_path: Path, word: str, override: str) -> None:
+    with pytest.raises(RecipeError, match=override):
+        run("--recipe", str(write_recipe(tmp_path)), word)
+
+
 TRAIN = shell_command("services.trainer", "train", "RECIPE")
 
 
