@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from millrace.recipe import SHIPPED, find_recipe
 from services.common.errors import DeviceError
 
-RECIPE, DEPLOY = "--recipe", "deploy.commands"
+RECIPE, RECIPES, DEPLOY = "--recipe", "recipe...", "deploy.commands"
 HELP = ("-h", "--help")
 LIBRARIES = {"tokenizer": "numba", "compiler": "torch", "trainer": "transformers", "deploy": "kubernetes"}
 """A library that only this extra of the package brings, or that stands for its others."""
@@ -37,7 +37,7 @@ class Program:
     words: tuple[str, ...] = ()
     """First words of the program: its subcommand."""
     first: str = RECIPE
-    """The option that the first word of the command is the value of; empty where there is none."""
+    """The option that the first word of the command is the value of, or RECIPES; empty where there is none."""
     default: str = ""
     """The first word where it is left out."""
 
@@ -51,7 +51,9 @@ class Program:
         given = list(words)
         if self.default and not (given and is_value(given[0])) and RECIPE not in {each.split("=")[0] for each in given}:
             given.insert(0, self.default)
-        if self.first and given and is_value(given[0]):
+        if self.first == RECIPES:
+            given = [str(find_recipe(word)) if is_value(word) else word for word in given]
+        elif self.first and given and is_value(given[0]):
             value = str(find_recipe(given[0])) if self.first == RECIPE else given[0]
             given[:1] = [self.first, value]
         if self.module == DEPLOY:
@@ -115,7 +117,7 @@ PROGRAMS: dict[str, dict[str, Program]] = {
         "plan": _trainer("plan", "Estimate memory, time, cost and checkpoints of a run."),
         "doctor": _trainer("doctor", "Check all requirements of a run."),
         "train-vocab": Program("Train a SentencePiece tokenizer.", "services.tokenizer", ("train-vocab",), ""),
-        "pin": Program("Pin the data sets of recipes to commits.", "services.tokenizer", ("pin",), ""),
+        "pin": Program("Pin the data sets of recipes to commits.", "services.tokenizer", ("pin",), RECIPES),
     },
     "Runs and artifacts": {
         "runs": _trainer("runs", "List runs and branches: state, steps, loss, cost.", ""),

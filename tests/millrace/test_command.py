@@ -47,6 +47,7 @@ def call(line: str) -> Call:
         ("report tiny", "python -m services.trainer report --run tiny"),
         ("report --recipe a.toml --sample", "python -m services.trainer report --recipe a.toml --sample"),
         ("compare a,b", "python -m services.trainer compare --runs a,b"),
+        ("pin tiny-cpu a.toml", f"python -m services.tokenizer pin {TINY} a.toml"),
         ("artifacts verify fsx", "python -m services.common.artifacts verify fsx"),
         ("demo", f"python -m deploy.commands demo --recipe {TINY}"),
         ("demo a.toml --root /data", "python -m deploy.commands demo --recipe a.toml --root /data"),
