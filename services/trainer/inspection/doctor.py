@@ -113,7 +113,10 @@ class Doctor:
         return next((each for each in found if each.result is not Result.OK), intact)
 
     def _check_cache(self) -> Finding:
-        self.program = fingerprint(program_facts(self.given.recipe))  # needed even if there is no cache
+        try:
+            self.program = fingerprint(program_facts(self.given.recipe))  # needed even if there is no cache
+        except DeviceError as error:
+            return problem(error, "see device")
         self.cache, _ = open_cache(
             self.given.recipe, self.given.recipe_path, self.given.root, self.cache_path, allow_cold=False
         )

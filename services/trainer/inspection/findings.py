@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -52,7 +53,8 @@ def run_check(check: str, find: Callable[[], Finding], next_step: str) -> Findin
         found = problem(error, next_step)
     except OSError as error:
         found = problem(StorageError(str(error)), next_step)
-    return replace(found, check=check)
+    said = rf" [^.`]*`{re.escape(next_step)}`\.$"  # a sentence with the same command
+    return replace(found, check=check, seen=re.sub(said, "", found.seen))
 
 
 def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:

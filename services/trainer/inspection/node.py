@@ -170,7 +170,8 @@ def check_gpus(recipe: Recipe, workers: int) -> Finding:
     peak_bytes = memory_of_worker(recipe).peak_bytes
     seen = f"{found}; {workers} workers take one each, and {show_size(peak_bytes)} of it, libraries not counted"
     if (lacking := workers - kinds.total()) > 0:
-        fewer = f"lower cluster.trainer_workers_per_node, or raise {VISIBLE_VARIABLE}"
+        fewer = "lower cluster.trainer_workers_per_node" if kinds else "see device"
+        fewer += f", or name more GPUs in {VISIBLE_VARIABLE}" if VISIBLE_VARIABLE in os.environ else ""
         return problem(DeviceError(f"{seen}: {lacking} too few"), fewer)
     for gpu in range(workers):
         try:
