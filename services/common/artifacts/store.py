@@ -250,7 +250,7 @@ def find_artifact(
         return require_in_place(open_artifact(collection / found, manifest_type), identity_key(recipe, kind))
     others = published_ids(collection)
     seen = f" ({len(others)} there for other recipe settings: {', '.join(others[:4])})" if others else ""
-    raise ArtifactError(f"{collection}: no {kind} for this recipe{seen}. Make it with {made_by}.")
+    raise ArtifactError(f"{collection}: no {kind.replace('_', ' ')} for this recipe{seen}. Make it with {made_by}.")
 
 
 def open_artifact(path: Path, manifest_type: type[M]) -> Artifact[M]:

@@ -77,9 +77,9 @@ def _find_published(root: Path, name: str) -> Artifact[CorpusManifest]:
         problem = (
             f"fits {list_names(fitting)}: name one as {folder}/ID"
             if fitting
-            else f"is not published, and there are {there}: tokenize it with its own recipe, or correct the name"
+            else f"is not published; published: {there}. Tokenize it with its own recipe, or correct the name"
         )
-        raise ArtifactError(f"{collection}: {name} of train.mixture {problem}.")
+        raise ArtifactError(f"{collection}: train.mixture: corpus {name!r} {problem}.")
     return require_in_place(open_artifact(collection / fitting[0], CorpusManifest))
 
 

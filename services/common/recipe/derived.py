@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from services.common.hardware.image_platform import BACKENDS
 from services.common.hardware.instance_types import InstanceType, read_instance_types
-from services.common.recipe.memory_estimate import checkpoint_bytes, memory_of_worker, micro_batches_per_model
+from services.common.recipe.memory_estimate import (
+    checkpoint_bytes,
+    memory_of_worker,
+    micro_batches_per_model,
+    show_size,
+)
 from services.common.recipe.schema import STAGES, Recipe, Stage, stage_nodes
 
 if TYPE_CHECKING:
@@ -89,8 +94,8 @@ def derive(recipe: Recipe, corpora: Corpora | None) -> dict[str, str]:
         "micro-batches per step": f"{batch.num_micro_batches} ({micro_batches_per_model(recipe)} per worker)",
         "tokens in max_steps": f"{total_tokens:,}",
         "floating-point operations": f"{total_tokens * causal_flops_per_token(recipe):.2e}",
-        "memory per worker, about": f"{memory_of_worker(recipe).peak_bytes / 2**20:,.0f} MiB",
-        "checkpoint size": f"{checkpoint_bytes(recipe) / 2**20:,.0f} MiB",
+        "memory per worker, about": show_size(memory_of_worker(recipe).peak_bytes),
+        "checkpoint size": show_size(checkpoint_bytes(recipe)),
         "graphs to compile": _graphs(recipe),
         "CPU cores for training": f"{recipe.parallel.num_workers * recipe.parallel.threads_per_worker}",
         "nodes on a cluster": ", ".join(_nodes(recipe, stage) for stage in STAGES),

@@ -113,10 +113,10 @@ def find_run(root: Path, name: str) -> str:
     found = [name] if name in names else [each for each in names if name and each.startswith(name)]
     if len(found) == 1:
         return found[0]
-    raise RecipeError(
-        f"{name!r} is {'a prefix of several names' if found else 'no run'} in {root}, which has "
-        f"{list_names(found or names)}. `{runs_command(root)}` lists the runs with their states."
-    )
+    if found:
+        raise RecipeError(f"{name!r} matches {len(found)} runs in {root}: {list_names(found)}; give a full name.")
+    told = f"{list_names(names)}. `{runs_command(root)}` lists them with their states" if names else "no runs"
+    raise RecipeError(f"no run matches {name!r}: {root} has {told}.")
 
 
 def branches_of(runs: Sequence[RunStatus], run: str) -> list[RunStatus]:

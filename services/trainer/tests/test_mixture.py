@@ -127,7 +127,7 @@ def test_other_weights_are_another_run_of_which_no_text_and_no_row_is_read(mix: 
         ("{code = 1}", "not the recipe's own corpus .*: give sentences a weight"),
         ("{sentences = 1, code = 19999}", "sum to 20,000 in lowest terms"),
         ("{sentences = 1, code = 0}", "greater than 0"),
-        ("{sentences = 1, none = 1}", "none .*not published"),
+        ("{sentences = 1, none = 1}", "'none' .*not published"),
         ("{sentences = 1, ids = 1}", "vocabulary [0-9a-f]{12}, and .*sentences/.* has [0-9a-f]{12}"),
         ("{sentences = 1, long = 1}", "its rows have 32 tokens"),
         ("{sentences = 1, twice = 1}", "name one as twice/ID"),
