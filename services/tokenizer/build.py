@@ -117,7 +117,7 @@ def _encode(tasks: Sequence[EncodeTask], plan: PlanFolder, launcher: Launcher, n
 
 
 def _check_text(encoded: EncodedPartitions, corpus: Corpus) -> None:
-    """Warn of files without text. Raises `ArtifactError` for too many bad rows, and for too few tokens for a sample."""
+    """Warn of files and splits without text. Raises `ArtifactError` for too many bad rows, or too few tokens."""
     bad_files = encoded.bad_files
     require_few_bad_rows(bad_files, sum(file.num_rows for file in bad_files), corpus.max_bad_rows)
     if files := encoded.files_without_text:
@@ -129,6 +129,8 @@ def _check_text(encoded: EncodedPartitions, corpus: Corpus) -> None:
             f"{corpus.sequence_length + 1:,} (corpus.sequence_length + 1). Add text to corpus.sources, or lower "
             f"corpus.sequence_length."
         )
+    if corpus.validation_fraction and not encoded.totals("validation").documents:
+        logger.warning("no validation documents: raise corpus.validation_fraction, or the run has no validation loss")
 
 
 def _count_sources(

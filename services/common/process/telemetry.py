@@ -22,6 +22,7 @@ def configure_logging(stage: str, *, rank: int | None = None, file: Path | None 
     handler.setFormatter(logging.Formatter(f"%(asctime)s {where} %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     logging.raiseExceptions = False  # a line that cannot be written, as on a full disk, is lost without a traceback
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("huggingface_hub").propagate = False  # once imported, it has a handler of its own
     logging.getLogger("services").setLevel(logging.INFO if not rank else logging.WARNING)
 
 

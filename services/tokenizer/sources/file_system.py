@@ -81,7 +81,9 @@ def as_artifact_error(uri: str, errors: tuple[type[Exception], ...] = ()) -> Ite
             raise
         place = getattr(error, "filename", None) or uri  # a file or folder below the source's
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        raise ArtifactError(f"{place}: cannot be read: {reason.strip().rstrip('.')}.") from error
+        is_hub_lost = uri.startswith(("datasets://", "hf://")) and type(error).__name__.startswith("Connect")
+        advice = " Check the name, the network or proxy, and HF_TOKEN for gated data." if is_hub_lost else ""
+        raise ArtifactError(f"{place}: cannot be read: {reason.strip().rstrip('.')}.{advice}") from error
 
 
 @contextmanager
