@@ -36,7 +36,7 @@ from services.common.recipe.derived import describe
 from services.tokenizer.build import build_corpus
 from services.tokenizer.corpus_inputs import list_corpus_inputs
 from services.tokenizer.scratch import discard_outdated
-from services.tokenizer.sources.bad_rows import require_few_bad_rows, show_worst
+from services.tokenizer.sources.bad_rows import require_few_bad_rows, show_first
 from services.tokenizer.tools.pinning import pin
 from services.tokenizer.tools.vocabulary_tool import train_vocab
 
@@ -128,7 +128,7 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
     if payload.bad_rows:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in payload.bad_rows.items())
         lines.append(f"  bad rows    {payload.num_bad_rows:,} skipped: {reasons}")
-        lines += [f"              {line}" for line in show_worst(payload.bad_files)]
+        lines += [f"              {line}" for line in show_first(payload.bad_files)]
     if payload.validation_ngrams:
         share = payload.validation_ngrams_in_train / payload.validation_ngrams
         lines.append(

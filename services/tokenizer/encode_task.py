@@ -84,7 +84,7 @@ class EncodedPartition(ManifestModel):
     """Documents by what became of them, with the names of `CorpusPayload`."""
     bad_files: tuple[BadFile, ...]
     files_without_text: tuple[str, ...]
-    """See `BadRows.without_text`."""
+    """Files, or parts of them, whose rows are all empty documents."""
     max_document_bytes: int
     parts: dict[Split, EncodedPart]
 

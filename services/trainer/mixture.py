@@ -79,7 +79,7 @@ class Mixture(Samples):
         return self.streams[number].fill(sample, own)
 
     def prefetch(self, indices: npt.NDArray[np.int64]) -> None:
-        """See `TokenStream.prefetch`."""
+        """Ask the kernel to read the rows of these samples, each of its own corpus, without waiting for them."""
         for number, own in map(self.locate, indices.tolist()):
             self.streams[number].prefetch([own])
 

@@ -90,7 +90,7 @@ class TokenStream(Samples):
             for row in (index, index + 1) if index < self.num_rows else (index,):
                 self._rows.prefetch(self._split, row)
 
-    def document_begins(self) -> npt.NDArray[np.int64]:
+    def document_starts(self) -> npt.NDArray[np.int64]:
         """Return the positions in the split at which its documents begin, in ascending order: 8 bytes a document.
 
         Reads `doc_starts` alone, so no row is checked. Raises `ArtifactError` where they do not rise, or are not as

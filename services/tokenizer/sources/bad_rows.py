@@ -83,12 +83,12 @@ def require_few_bad_rows(files: Sequence[BadFile], num_rows: int, max_bad_rows: 
     """Raise `ArtifactError`, which names the first files, when there are more than `corpus.max_bad_rows` bad rows."""
     if num_rows > max_bad_rows:
         raise ArtifactError(
-            "\n  ".join([f"{num_rows:,} bad rows, and corpus.max_bad_rows is {max_bad_rows:,}:", *show_worst(files)])
+            "\n  ".join([f"{num_rows:,} bad rows, and corpus.max_bad_rows is {max_bad_rows:,}:", *show_first(files)])
             + "\nMend the files, or raise corpus.max_bad_rows. What is encoded already is not encoded again."
         )
 
 
-def show_worst(files: Sequence[BadFile]) -> list[str]:
+def show_first(files: Sequence[BadFile]) -> list[str]:
     """Return a line for each of the first files, and one for all others."""
     lines = [f"{file.num_rows:,} in {file.uri}, first {file.first}" for file in files[:_SHOWN_FILES]]
     rest = files[_SHOWN_FILES:]

@@ -164,5 +164,5 @@ def _read_tables(dataset: Any) -> Iterator[pa.Table]:
 
 
 def _without_media(features: Mapping[str, Any]) -> Any:
-    """Return the `datasets.Features` but images, sounds and such, whose libraries are not installed."""
+    """Return the `datasets.Features` without images, audio and other media, whose libraries are not installed."""
     return datasets.Features({name: each for name, each in features.items() if not require_storage_embed(each)})

@@ -51,9 +51,9 @@ class Validation:
         return len(self._samples) == 0
 
     @cached_property
-    def _document_begins(self) -> list[npt.NDArray[np.int64]]:
-        """See `TokenStream.document_begins`; they are read once, and not by a program that never evaluates."""
-        return [stream.document_begins() for stream in self._stream.streams]
+    def _document_starts(self) -> list[npt.NDArray[np.int64]]:
+        """Positions at which the documents of each corpus begin, read at the first evaluation and kept."""
+        return [stream.document_starts() for stream in self._stream.streams]
 
     def evaluate(self, program: Program, goes_on: Callable[[], bool] = lambda: True) -> Evaluation | None:
         """Evaluate the program's state. All workers call this together, and get the same numbers.
@@ -61,7 +61,7 @@ class Validation:
         `goes_on` is called after each round. Where it returns False, on all workers or on none, the evaluation ends
         without a result, None, unless that was the last round. Raises `WorkersLost`.
         """
-        started, totals = time.perf_counter(), LossTotals(self._corpora, self._stream.firsts, self._document_begins)
+        started, totals = time.perf_counter(), LossTotals(self._corpora, self._stream.firsts, self._document_starts)
         waiting: tuple[npt.NDArray[np.int64], Tensor] | None = None
         mesh = program.backend.mesh
         size = mesh.data_parallel_size * self._recipe.batch.micro_batch_size

@@ -53,8 +53,8 @@ def run_check(check: str, find: Callable[[], Finding], next_step: str) -> Findin
         found = problem(error, next_step)
     except OSError as error:
         found = problem(StorageError(str(error)), next_step)
-    said = rf" [^.`]*`{re.escape(next_step)}`\.$"  # a sentence with the same command
-    return replace(found, check=check, seen=re.sub(said, "", found.seen))
+    # A sentence at the end with the same command is left out.
+    return replace(found, check=check, seen=re.sub(rf" [^.`]*`{re.escape(next_step)}`\.$", "", found.seen))
 
 
 def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:

@@ -111,7 +111,7 @@ def test_a_flipped_bit_in_any_byte_of_a_row_names_the_row_and_costs_only_the_sam
         verify_rows_on_nodes(INLINE, corpus, CorpusManifest.read(corpus).corpus)
     if "doc_starts" in column:  # an evaluation reads starts without the checks of their rows
         with pytest.raises(ArtifactError):
-            open_stream(corpus).document_begins()
+            open_stream(corpus).document_starts()
 
 
 def place_of_ids(folder: Path, shard: Path, row: int) -> int:
@@ -157,7 +157,7 @@ def use(folder: Path) -> None:
     for split in ("train", "validation"):
         stream = TokenStream(folder, artifact.manifest.corpus, split)
         stream.read_documents(range(stream.num_samples))
-        stream.document_begins()
+        stream.document_starts()
 
 
 def verify(folder: Path) -> None:

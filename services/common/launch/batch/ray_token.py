@@ -17,7 +17,7 @@ FOLDER = "ray-tokens"
 
 @contextmanager
 def offering_token(root: Path, node: BatchNode) -> Iterator[str]:
-    """Write a new token for this user alone, which the attempt's other nodes can read until the block ends."""
+    """Write a new token, readable by this user only, on all of the attempt's nodes, until the block ends."""
     token, path = secrets.token_hex(32), _token_file(root, node)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")

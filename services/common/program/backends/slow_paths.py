@@ -10,7 +10,7 @@ FLASH_SEQUENCE_MULTIPLE, MAX_FLASH_HEAD_DIM = 512, 128
 
 
 def slow_paths(recipe: Recipe) -> dict[str, str]:
-    """Return a sentence for each part of the recipe's step that runs by a slow kernel of its device, by its name.
+    """Return the parts of the recipe's step that its device runs with a slow kernel, each with its reason.
 
     A public copy of TorchNeuron's source from before its beta has one flash attention, in NKI.
     """
