@@ -238,7 +238,7 @@ def test_a_dry_run_shows_the_share_of_evaluations(tmp_path: Path, evaluation_tok
     [
         ({}, ()),
         ({"train.max_steps": "30"}, ("30", "20", "last 10 steps", "0.001")),
-        ({"train.max_steps": "30", "optimizer.min_learning_rate": "0"}, ("last 10 steps", "changes no weight")),
+        ({"train.max_steps": "30", "optimizer.min_learning_rate": "0"}, ("last 10 steps", "change no weight")),
         ({"train.max_steps": "15"}, ("15", "20", "5 steps before", "0.001")),
     ],
 )

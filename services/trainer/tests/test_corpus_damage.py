@@ -229,6 +229,7 @@ def test_a_shard_with_other_content_than_its_manifest_says_is_refused(
 
 def test_verify_says_where_no_library_reads_the_vocabulary(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    monkeypatch.delitem(sys.modules, "services.common.vocabularies.sentencepiece_model", raising=False)
 
     with pytest.raises(DeviceError, match=r"tokenizer\.model"):
         verify(corpus)
