@@ -188,7 +188,7 @@ class _NodeWatch:
 def _let_children_leave(node: BatchNode, nodes: RayNodes) -> None:
     """Wait until the other nodes have left, so that they end with 0: Batch kills the rest after the main node's end."""
     with on_stop_signal(lambda signum: None), suppress(ConnectionError):
-        nodes.say_over()
+        nodes.announce_end()
         deadline = time.monotonic() + LEAVE_SECONDS
         while nodes.live_indices() - {node.index} and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

@@ -45,13 +45,13 @@ class RayNodes:
             keys = self._client.internal_kv_keys(_HAS_LEFT, _NAMESPACE, timeout=CALL_SECONDS)
         return {int(key.removeprefix(_HAS_LEFT)) for key in keys}
 
-    def say_over(self) -> None:
+    def announce_end(self) -> None:
         """Tell all nodes that they may leave: the work has ended, well or not."""
         with _asking_head():
             self._client.internal_kv_put(_IS_OVER, b"1", True, _NAMESPACE, timeout=CALL_SECONDS)
 
     def is_over(self) -> bool:
-        """Whether the main node has called `say_over`."""
+        """Whether the main node has called `announce_end`."""
         with _asking_head():
             return self._client.internal_kv_get(_IS_OVER, _NAMESPACE, timeout=CALL_SECONDS) is not None
 
