@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +46,8 @@ class RecipeSource:
             wrong = [each for each in error.errors(include_url=False) if each["type"] != "default_factory_not_called"]
             problems = list_problems(map(_describe_problem, wrong), "problems")
             lines = "\n  ".join(["", *problems] if len(problems) > 1 else problems)
-            keys = [".".join([*map(str, each["loc"]), ""]) for each in wrong]
-            typed = [next((o for o in overrides if o.startswith(key) or key.startswith(f"{o}.")), "") for key in keys]
-            place = ", ".join(f"--{each}" for each in dict.fromkeys(typed)) if all(typed) else self.origin
+            typed = dict.fromkeys(_find_override(each["loc"], overrides) for each in wrong)
+            place = ", ".join(f"--{each}" for each in typed) if all(typed) else self.origin
             raise RecipeError(f"{place}: {lines}") from error
 
 
@@ -85,6 +84,12 @@ def read_override(word: str) -> tuple[str, str] | None:
 def read_overrides(words: Iterable[str]) -> dict[str, str]:
     """Return the keys and values of those words that are overrides."""
     return dict(filter(None, map(read_override, words)))
+
+
+def _find_override(location: Sequence[Any], overrides: Iterable[str]) -> str:
+    """Return the override that a problem is about; empty where none is."""
+    key = ".".join(map(str, location)) + "."
+    return next((each for each in overrides if key.startswith(f"{each}.") or f"{each}.".startswith(key)), "")
 
 
 def explain_word(word: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -53,8 +52,7 @@ def run_check(check: str, find: Callable[[], Finding], next_step: str) -> Findin
         found = problem(error, next_step)
     except OSError as error:
         found = problem(StorageError(str(error)), next_step)
-    # A sentence at the end with the same command is left out.
-    return replace(found, check=check, seen=re.sub(rf" [^.`]*`{re.escape(next_step)}`\.$", "", found.seen))
+    return replace(found, check=check)
 
 
 def merge_nodes(found: dict[str, list[Finding]]) -> list[Finding]:
