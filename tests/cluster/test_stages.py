@@ -192,7 +192,7 @@ def make(harness: Harness, target: str, **variables: str) -> str:
 def test_a_pod_is_killed_and_the_weights_are_the_same(
     untrained: Harness, reference: dict[str, str], which: Callable[[Harness], str], said: str
 ) -> None:
-    """Before the first checkpoint: the copies in the memory of the pod that is left cost it ten steps at most."""
+    """Before the first checkpoint: it goes on from the copies in the memory of the pod that is left."""
     client = train(untrained, ARGS=f"{ARGUMENTS} --checkpoint.memory_interval_steps=10")
     cluster.kubectl("-n", "millrace", "delete", "pod", which(untrained), "--grace-period=0", "--force")
     assert said in ended(client)
