@@ -3,7 +3,7 @@
 Each worker keeps its shard in its node's memory, and sends it to its counterpart on the next node. When workers start,
 the newest state of which all shards are left is committed as a checkpoint, from which they resume. A copy costs each
 worker the bytes that it owns once to write and once to send, and all workers the exchange of two numbers. Where a node
-has no room for a copy, it is left out.
+has no room for a copy, it is left out. Copies are not compared between workers, which would hash all weights.
 
     /dev/shm/millrace-<run>-<first attempt>/node-0/<step>-<rank>/  a shard, and `copy.json`
 """
@@ -160,7 +160,7 @@ class MemoryCheckpoints:
         """Tell whether all nodes have room for another copy: Ray's objects and other runs use that memory, too."""
         free = shutil.disk_usage(MEMORY).free
         has_room = torch.tensor(int(free >= self._copy_bytes))
-        if not has_room:
+        if not has_room and self._environment.local_rank == 0:  # once a node
             record_event(self._job, "copy_left_out", step=step, rank=self._group.rank, free_bytes=free)
         if self._peers:
             with naming_lost_workers():

@@ -59,7 +59,8 @@ def supervise(job: Job, observe: Observer = lambda events: None) -> None:
     forget_signals(job.run_folder)
     forget_heartbeats(job.run_folder)
     spec = describe_workers(job.recipe, job.run_folder, node_folder(job).name)
-    workers, logs, step = f"{spec.num_workers} workers ({job.launch})", job.run_folder / "logs", _start_step(job)
+    workers, logs = f"{spec.num_workers} workers ({job.launch})", job.run_folder / "logs"
+    step = newest_step(job.checkpoint_collection) or job.recipe.train.first_step
     logger.info("starting %s%s; logs are in %s", workers, f" to continue after step {step:,}" if step else "", logs)
     group = WorkerGroup(
         pickle.dumps((train_on_node, job)),
@@ -72,15 +73,10 @@ def supervise(job: Job, observe: Observer = lambda events: None) -> None:
         stop=partial(request_stop, job.run_folder, StopReason.PREEMPTION),
     )
     request = _StopRequest(job)
-    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, observe):
+    with on_stop_signal(request.make, again=_end_at_once), _progress_of(job, step, observe):
         choose_launcher(job.launch).run_workers(group)
     if request.signum is not None:  # it came after the last step, at which the workers no longer look
         forget_signals(job.run_folder)
-
-
-def _start_step(job: Job) -> int:
-    """Return the step of the newest checkpoint, which is the first that the workers try to load."""
-    return newest_step(job.checkpoint_collection) or job.recipe.train.first_step
 
 
 def train_on_node(job: Job, environment: WorkerEnvironment) -> None:
@@ -137,7 +133,7 @@ def _end_at_once(signum: int) -> NoReturn:
 
 
 @contextmanager
-def _progress_of(job: Job, observe: Observer) -> Iterator[None]:
+def _progress_of(job: Job, step: int, observe: Observer) -> Iterator[None]:
     """Show the run's progress from its records, which every launcher has, and pass on its events."""
 
     def follow(is_over: threading.Event) -> None:
@@ -160,7 +156,7 @@ def _progress_of(job: Job, observe: Observer) -> Iterator[None]:
                 progress.wait(read_phase(job.run_folder))
 
     with show_progress("training", job.recipe.train.max_steps, "steps") as progress:
-        progress.start_again(_start_step(job))
+        progress.start_again(step)
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
         with running_in_background(follow, "progress"):
             yield
