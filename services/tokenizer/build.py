@@ -130,7 +130,7 @@ def _check_text(encoded: EncodedPartitions, corpus: Corpus) -> None:
             f"corpus.sequence_length."
         )
     if corpus.validation_fraction and not encoded.totals("validation").documents:
-        logger.warning("no validation documents: raise corpus.validation_fraction, or the run has no validation loss")
+        logger.warning("no validation documents, so no validation loss: raise corpus.validation_fraction or split text")
 
 
 def _count_sources(
