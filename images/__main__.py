@@ -23,7 +23,7 @@ from images.release import release
 from images.sbom import write_sboms
 from images.versions import describe_build
 from services.common.errors import RecipeError
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of, run_main
 
 
 def main(argv: list[str]) -> int:
@@ -83,4 +83,4 @@ def _choice(variable: str, known: tuple[str, ...]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
+    sys.exit(exit_code_of(lambda: run_main(main, sys.argv[1:])))

@@ -32,7 +32,7 @@ from infra.workloads.batch_workloads import BatchWorkloads
 from infra.workloads.cluster_workloads import ClusterWorkloads
 from services.common.artifacts.manifest import write_durably
 from services.common.errors import DeviceError, RecipeError
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of, run_main
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import stage_nodes
 
@@ -245,4 +245,4 @@ def _today() -> date:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
+    sys.exit(exit_code_of(lambda: run_main(main, sys.argv[1:])))

@@ -15,13 +15,14 @@ from typer.core import TyperCommand
 
 from millrace.programs import DEPLOY_PROGRAMS, HELP, PROGRAMS, Call, Program, require_installed
 from millrace.recipe import SHIPPED
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of, run_main
 
 _SETTINGS: dict[str, Any] = {"help_option_names": list(HELP)}
 app = typer.Typer(
     help="Pre-train Llama and Qwen3 models in three stages that meet in files: tokenize, compile, train.",
     epilog="RECIPE is a TOML file, or the name of a shipped one: millrace train tiny-cpu --train.max_steps=500. "
-    "`millrace COMMAND --help` lists the options; `make` lists what is beside: clusters, infrastructure, images.",
+    "`millrace COMMAND --help` lists the options, `millrace --version` prints the versions; `make` lists what is "
+    "beside: clusters, infrastructure, images.",
     no_args_is_help=True,
     context_settings=_SETTINGS,
 )
@@ -43,7 +44,7 @@ class _StartCommand(TyperCommand):
 
 def main() -> NoReturn:
     """Run the command line of this process, and end with the exit code."""
-    sys.exit(exit_code_of(lambda: app(prog_name="millrace")))
+    sys.exit(exit_code_of(lambda: run_main(lambda words: app(words, prog_name="millrace"), sys.argv[1:])))
 
 
 def start(call: Call) -> NoReturn:

@@ -26,7 +26,7 @@ from deploy.client.requested_recipe import read_requested_recipe
 from deploy.stage_contract import ClusterMode
 from services.common.errors import RecipeError
 from services.common.process.command_line import make_app, positive, run_app
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of, run_main
 from services.common.recipe.schema import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -280,4 +280,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
+    sys.exit(exit_code_of(lambda: run_main(main, sys.argv[1:])))

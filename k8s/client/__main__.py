@@ -11,7 +11,7 @@ import sys
 
 from k8s.client.overlay import choose_overlay, cluster_down, cluster_up, write_overlay
 from k8s.objects.api import connect
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of, run_main
 
 
 def main(argv: list[str]) -> int:
@@ -27,4 +27,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1:])))
+    sys.exit(exit_code_of(lambda: run_main(main, sys.argv[1:])))

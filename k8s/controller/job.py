@@ -16,6 +16,7 @@ from k8s.objects.api import Api, connect
 from k8s.objects.deploy_job import EXIT_ENDED_BADLY
 from k8s.objects.deployment import Deployment, UnknownRecord
 from services.common.errors import DeviceError
+from services.common.process.entry_point import run_main
 
 EXIT_START_AGAIN = 143
 CONNECT_SECONDS = 120.0
@@ -53,4 +54,4 @@ def connect_patiently() -> Api:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(run_main(lambda words: main(words[0]), sys.argv[1:]))

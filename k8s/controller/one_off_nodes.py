@@ -16,7 +16,7 @@ from k8s.objects.api import Api, is_pod_over
 from k8s.objects.one_off_job import cpu_group_of, is_active
 from k8s.objects.worker_group import read_cluster
 from services.common.errors import MillraceError
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of, run_main
 
 POLL_SECONDS = 2.0
 NODES = 1
@@ -66,4 +66,4 @@ def main(one_off: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(lambda: main(sys.argv[1])))
+    sys.exit(exit_code_of(lambda: run_main(lambda words: main(words[0]), sys.argv[1:])))

@@ -26,7 +26,7 @@ from k8s.objects.record import Record, find_passed_limit, read_record
 from k8s.objects.teardown import deploy_pods_of, take_down
 from k8s.objects.worker_group import worker_group_of
 from services.common.errors import MillraceError
-from services.common.process.entry_point import exit_code_of
+from services.common.process.entry_point import exit_code_of, run_main
 from services.common.recipe.schema import STAGES
 
 POLL_SECONDS = 2.0
@@ -118,4 +118,4 @@ def _advance(reaper: Reaper) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code_of(main))
+    sys.exit(exit_code_of(lambda: run_main(lambda _: main(), sys.argv[1:])))

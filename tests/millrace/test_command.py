@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from docs.site.commands import list_commands
-from images.platforms import REPOSITORY
+from images.platforms import REPOSITORY, SERVICES
 from millrace.programs import DEPLOY_PROGRAMS, PROGRAMS, Call, Program, require_installed
 from services.common.errors import DeviceError, shell_command
 from services.common.process.subcommands import ARTIFACTS
+from services.common.recipe.schema import STAGES
 from services.common.testing.commands import run_python
 
 COMMANDS: dict[str, Program] = {name: each for group in PROGRAMS.values() for name, each in group.items()}
@@ -106,6 +107,25 @@ def test_the_help_lists_every_command_and_imports_no_heavy_library() -> None:
 )
 def test_an_exit_code_is_that_of_the_program(words: list[str], exit_code: int) -> None:
     assert run_python(["-m", "millrace", *words]).returncode == exit_code
+
+
+@pytest.mark.parametrize(
+    ("program", "services"),
+    [
+        ("millrace", SERVICES),
+        ("millrace train tiny-cpu", SERVICES),
+        *((f"services.{stage}", (stage,)) for stage in STAGES),
+        ("services.trainer runs", ("trainer",)),
+        *((name, SERVICES) for name in ("services.common.artifacts", "deploy.commands", "k8s.client")),
+        *((name, SERVICES) for name in ("infra", "images", "services.common.hardware.image_platform")),
+        *((f"k8s.controller.{name}", SERVICES) for name in ("job", "reaper", "one_off_nodes")),
+    ],
+)
+def test_every_program_prints_its_version_as_artifacts_record_it(program: str, services: tuple[str, ...]) -> None:
+    done = run_python(["-m", *program.split(), "--version"], MILLRACE_GIT_SHA="abc123", MILLRACE_IMAGE="a/b:c")
+    versions = {each: (REPOSITORY / "services" / each / "VERSION").read_text().strip() for each in sorted(services)}
+    printed = ", ".join(f"{service} {version}" for service, version in versions.items())
+    assert (done.returncode, done.stdout) == (0, f"{printed}; commit abc123, image a/b:c\n")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +23,7 @@ from services.common.errors import ArtifactError, shell_command, unreadable
 from services.common.problem_list import list_names, list_problems
 from services.common.process.progress import report_phase
 from services.common.recipe.schema import fingerprint
+from services.common.version import read_commit, read_version
 
 MANIFEST = "manifest.json"
 
@@ -214,17 +214,5 @@ def sync_folder(folder: Path) -> None:
 
 def describe_producer(service: str) -> Producer:
     """Describe the program that writes: the stage's version, the source's commit, and the image's name, if any."""
-    source_root = Path(__file__).resolve().parents[3]
-    version = (source_root / "services" / service / "VERSION").read_text(encoding="utf-8").strip()
-    git_sha = os.environ.get("MILLRACE_GIT_SHA") or _git_sha(source_root)
-    return Producer(service=service, version=version, git_sha=git_sha, image=os.environ.get("MILLRACE_IMAGE", "none"))
-
-
-def _git_sha(source_root: Path) -> str:
-    if not (source_root / ".git").exists():
-        return "unknown"
-    command = ["git", "-C", str(source_root), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+    image = os.environ.get("MILLRACE_IMAGE", "none")
+    return Producer(service=service, version=read_version(service), git_sha=read_commit(), image=image)

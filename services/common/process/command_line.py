@@ -28,6 +28,8 @@ from services.common.launch.launcher import LAUNCHERS
 from services.common.recipe.file import explain_word, load_recipe, read_override, read_overrides
 from services.common.recipe.schema import Recipe
 
+VERSION_HELP = "--version as the last word prints the version and the commit."
+
 
 def make_app(group: type[TyperGroup] = TyperGroup) -> typer.Typer:
     """Make an app without commands."""
@@ -35,6 +37,7 @@ def make_app(group: type[TyperGroup] = TyperGroup) -> typer.Typer:
         cls=group,
         add_completion=False,
         rich_markup_mode=None,
+        epilog=VERSION_HELP,
         context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     )
 
@@ -129,6 +132,7 @@ class RecipeCommand(TyperCommand):
         stage = ctx.parent.command if ctx.parent else None
         if isinstance(stage, StageGroup) and stage.list_commands(ctx)[0] == self.name:
             stage.format_commands(ctx.parent, formatter)
+            formatter.write(f"\n{VERSION_HELP}\n")
 
 
 class StageGroup(TyperGroup):

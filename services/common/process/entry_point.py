@@ -55,8 +55,8 @@ _PARSE_ERRORS = {"ArrowInvalid", "JSONDecodeError", "TOMLDecodeError", "Safetens
 _at_end: list[Callable[[int], None]] = []
 
 
-def run_program(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run `main(argv)` and exit with the code of its error, or 0."""
+def run_program(main: Callable[[list[str]], int], service: str = "") -> NoReturn:
+    """Run `main(argv)` and exit with the code of its error, or 0. `service` is the one that `--version` tells of."""
     # The trainer replaces this handler by one that first commits a checkpoint.
     install(_raise_stopped)
     _name_user()
@@ -65,7 +65,7 @@ def run_program(main: Callable[[list[str]], int]) -> NoReturn:
     if isinstance(sys.stdout, io.TextIOWrapper):  # names and text of any language, on a terminal of any encoding
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        exit_code = exit_code_of(lambda: main(argv))
+        exit_code = exit_code_of(lambda: run_main(main, argv, service))
     except Stopped as error:  # a signal that came while another error was reported
         exit_code = error.exit_code
     install(lambda signum: os._exit(exit_code))  # nothing is left to be stopped
@@ -103,6 +103,16 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()  # modules stay, so later collections need not search them
         gc.enable()
+
+
+def run_main(main: Callable[[list[str]], int], argv: list[str], service: str = "") -> int:
+    """Run `main(argv)`, or print the version where the last word is `--version`: of the service, or of all here."""
+    if argv[-1:] == ["--version"]:
+        from services.common.version import describe_version  # noqa: PLC0415 - an image's first layer has not all files
+
+        print(describe_version(service))
+        return 0
+    return main(argv)
 
 
 def call_at_end(leave: Callable[[int], None]) -> None:

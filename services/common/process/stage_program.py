@@ -34,4 +34,4 @@ def run_stage(stage: Stage, main: Main) -> NoReturn:
             return int(importlib.import_module(_SHARED[first]).main(argv[1:]))
         return main(argv)
 
-    run_program(run)
+    run_program(run, stage)
