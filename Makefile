@@ -200,16 +200,15 @@ images: $(if $(filter-out 0,$(LOAD)),setup) ## Build the images of this checkout
 	@$(images) $(if $(filter-out 0,$(SBOM)),sbom,build)
 	@$(if $(filter-out 0,$(LOAD)),$(python) -m tests.cluster.kit load $$($(images) names))
 
-lock: $(if $(filter-out 0,$(PIN)),setup) ## Resolve the requirements into lockfiles/, and keep pins that still fit.
+lock: ## Resolve the requirements into lockfiles/, and keep pins that still fit.
 #? UPGRADE=1  Take the newest versions.
-#? PIN=1  Instead, write digests of base images, and commits of data sets, into their files.
+#? PIN=1  Instead, write the digests of the base images into images/platforms.toml.
 	@$(images) $(if $(filter-out 0,$(PIN)),pin,lock)
-	@$(if $(filter-out 0,$(PIN)),$(python) -m services.tokenizer pin recipes/*.toml)
 
-release: setup ## Release a stage with a version of its own.
+release: ## Release a stage with a version of its own.
 #? STAGE=head|tokenizer|compiler|trainer  The stage. Required.
 #? VERSION=MAJOR.MINOR.PATCH  The new version. Required.
-	@$(python) -m images release
+	@$(images) release
 
 ##@ Checks, tests and benchmarks
 

@@ -11,6 +11,7 @@ import sys
 
 from images.build import (
     build_images,
+    explain_unpinned,
     make_base_image,
     print_settings,
     publish_images,
@@ -63,8 +64,15 @@ def release_stage() -> None:
     """Release STAGE as VERSION."""
     service = _choice("STAGE", SERVICES)
     tag = release(service, os.environ.get("VERSION", ""))
-    print(f"released {tag}. Nothing was pushed yet: git push --follow-tags, then for each VARIANT:")
-    print(f"  make images STAGE={service} VARIANT=cpu PUSH=registry")
+    print(f"released {tag}. Nothing was pushed yet: git push --follow-tags, then for each variant that you deploy:")
+    command = "make cluster-up HEAD_TAG=" if service == "head" else f"make deploy-stage STAGE={service} TAG="
+    for variant in VARIANTS:
+        build = describe_build(service, variant)
+        reason = explain_unpinned(build)
+        print(f"  make images STAGE={service} VARIANT={variant} PUSH=REGISTRY")
+        print(f"  {command}{build.commit_tag if reason else build.tag}")
+        if reason:
+            print(f"      # not {build.tag}: {reason}")
 
 
 def _services() -> tuple[str, ...]:

@@ -33,6 +33,9 @@ def publish_images(services: Sequence[str], variant: str, registry: str) -> None
             f"PUSH= takes committed sources only, and these differ from the last commit: {', '.join(uncommitted)}. "
             f"Nothing was built. Commit, and run it again."
         )
+    for build in builds:
+        if is_released(build) and (reason := explain_unpinned(build)):
+            print(f"{build.tag} is not pushed, only {build.commit_tag}: {reason}", flush=True)
     names = {build.service: names_of(build, registry) for build in builds}
     held = [name for each in names.values() for name in each if is_held(name)]
     for name in held:
@@ -124,14 +127,20 @@ def names_of(build: Build, registry: str | None = None) -> list[str]:
     In a registry, the version's tag names the release alone: its sources, on the pinned base image.
     """
     repository = repository_of(build.service, registry)
-    if "/millrace/" in repository and not (is_released(build) and _is_pinned(build.variant)):
+    if "/millrace/" in repository and (not is_released(build) or explain_unpinned(build)):
         return [f"{repository}:{build.commit_tag}"]
     return [f"{repository}:{build.tag}", f"{repository}:{build.commit_tag}"]
 
 
-def _is_pinned(variant: str) -> bool:
-    """Whether this machine builds on the base images that `platforms.toml` names."""
-    return choose_platform(variant) == read_platforms()[variant]
+def explain_unpinned(build: Build) -> str:
+    """Return why another build of an image may stand on another base image; empty where its base image is pinned."""
+    platform = read_platforms()[build.variant]
+    base = platform.base_of(build.service)
+    if choose_platform(build.variant) != platform:
+        return f"this machine builds on another base image than {base}"
+    if platform.sdk and base not in read_digests():
+        return f"{base} has no digest in images/platforms.toml: make lock PIN=1, and commit it before a release"
+    return ""
 
 
 def print_settings() -> None:

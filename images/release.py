@@ -6,7 +6,7 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
-from images.platforms import REPOSITORY, read_digests, read_platforms, version_numbers
+from images.platforms import REPOSITORY, version_numbers
 from images.versions import git, require_full_history
 from services.common.errors import DeviceError, RecipeError
 
@@ -18,8 +18,8 @@ def release(service: str, version: str, repository: Path = REPOSITORY) -> str:
     """Write VERSION, move the changelog's Unreleased section below it, commit, tag, and return the tag.
 
     Raises `RecipeError` or `DeviceError` for a shallow clone, uncommitted changes, a version that is no newer one, a
-    changelog without an entry, a base image of a variant for Trainium without a digest, and a golden manifest that
-    changed since the last release of any service while its number did not. After an error nothing is changed.
+    changelog without an entry, and a golden manifest that changed since the last release of any service while its
+    number did not. After an error nothing is changed.
     """
     version_file, changelog = (repository / "services" / service / name for name in ("VERSION", "CHANGELOG.md"))
     tag = f"{service}-v{version}"
@@ -28,7 +28,6 @@ def release(service: str, version: str, repository: Path = REPOSITORY) -> str:
         raise RecipeError(f"there are uncommitted changes, and a release is a commit. Commit or stash them:\n{changes}")
     _require_new_version(repository, version_file.read_text(encoding="utf-8").strip(), version, tag)
     moved = with_section(changelog.read_text(encoding="utf-8"), version, changelog)
-    _require_pinned_base(repository, service)
     _require_schema_bump(repository)
     before = git(repository, "rev-parse", "HEAD")
     try:
@@ -61,18 +60,6 @@ def _require_new_version(repository: Path, current: str, version: str, tag: str)
         raise RecipeError(
             f"VERSION is {version!r}, expected MAJOR.MINOR.PATCH after {current}, of which no tag {tag} exists"
         )
-
-
-def _require_pinned_base(repository: Path, service: str) -> None:
-    platforms = repository / "images/platforms.toml"
-    for platform in read_platforms(platforms).values():
-        base = platform.base_of(service)
-        if platform.sdk and base not in read_digests(platforms):
-            raise DeviceError(
-                f"the {platform.variant} variant's base image {base} has no digest in images/platforms.toml, and its "
-                f"tag can be moved to another image. Run `make lock PIN=1` on a machine that reaches its registry, and "
-                f"commit the file."
-            )
 
 
 def _require_schema_bump(repository: Path) -> None:

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from images.platforms import REPOSITORY, SERVICES, read_platforms
+from images.platforms import REPOSITORY, SERVICES
 
 CHANGELOG = "# Changelog\n\n## [Unreleased]\n### Fixed\n- A thing that users see.\n\n## [0.1.0]\n### Added\n- All.\n"
 
@@ -23,7 +23,7 @@ def write(path: Path, content: str) -> None:
 
 
 def make_checkout(folder: Path) -> Path:
-    """A committed repository with every service, the real Dockerfiles, and digests of the base images."""
+    """A committed repository with every service and the real Dockerfiles."""
     repository = folder / "checkout"
     shutil.copytree(REPOSITORY / "images", repository / "images", ignore=shutil.ignore_patterns("__pycache__", "*.crt"))
     write(repository / "services/common/errors.py", "print('one')\n")
@@ -31,15 +31,16 @@ def make_checkout(folder: Path) -> Path:
         write(repository / "services" / service / "VERSION", "0.1.0\n")
         write(repository / "services" / service / "CHANGELOG.md", CHANGELOG)
         write(repository / "services" / service / "work.py", "print('one')\n")
-    platforms = repository / "images/platforms.toml"
-    bases = {each.base_of(service) for each in read_platforms().values() for service in SERVICES}
-    digests = "[digests]\n" + "".join(f'"{base}" = "sha256:{"0" * 64}"\n' for base in bases)
-    write(platforms, platforms.read_text(encoding="utf-8").partition("[digests]")[0] + digests)
+    begin(repository)
+    return repository
+
+
+def begin(repository: Path) -> None:
+    """Make a git repository of a folder, with one commit."""
     git(repository, "init", "--quiet", "--initial-branch=main")
     git(repository, "config", "user.name", "someone")
     git(repository, "config", "user.email", "someone@example.com")
     commit(repository, "Begin")
-    return repository
 
 
 def commit(repository: Path, message: str) -> None:

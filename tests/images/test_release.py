@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from images.platforms import SERVICES, VARIANTS
+from images.platforms import REPOSITORY, SERVICES, VARIANTS, read_digests, read_platforms
 from images.release import release
 from images.versions import describe_build, is_released
 from services.common.errors import DeviceError, MillraceError, RecipeError
-from tests.images.checkout import CHANGELOG, commit, git, make_checkout, write
+from tests.architecture.documents import list_files
+from tests.images.checkout import CHANGELOG, begin, commit, git, make_checkout, write
 
 
 @pytest.fixture
@@ -135,6 +140,59 @@ def test_a_version_has_three_numbers_and_is_no_older_one(repository: Path, versi
         release("trainer", version, repository)
 
 
+def copy_checkout(folder: Path) -> Path:
+    """A repository with this checkout's files, in which the base images of one variant for Trainium have digests."""
+    repository = folder / "copy"
+    for name in list_files("images", "services", "lockfiles", "recipes", "Makefile", "bootstrap", ".*ignore"):
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, repository / name)
+    platforms = repository / "images/platforms.toml"
+    pinned = f'[digests]\n"{read_platforms()["trn2"].platform}" = "sha256:{"0" * 64}"\n'
+    write(platforms, platforms.read_text(encoding="utf-8").partition("[digests]")[0] + pinned)
+    write(repository / "services/trainer/CHANGELOG.md", CHANGELOG)
+    begin(repository)
+    return repository
+
+
+def test_a_release_prints_the_deployment_of_each_variant(tmp_path: Path) -> None:
+    """It needs no digest of a base image; a push then leaves out the version's tag of the variants that lack one."""
+    repository = copy_checkout(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/git").symlink_to(str(shutil.which("git")))  # and no Docker, whose images would be looked at
+    environment = {"PATH": str(tmp_path / "bin"), "STAGE": "trainer", "VERSION": "9.0.0"}
+    command = [sys.executable, "-m", "images", "release"]
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    commit_id = git(repository, "rev-parse", "trainer-v9.0.0^{commit}")[:7]
+    pushed = {
+        "cpu": "9.0.0-cpu",
+        "cuda": "9.0.0-cuda",
+        "neuron": f"9.0.0-g{commit_id}-neuron",
+        "trn2": "9.0.0-trn2",
+    }
+    commands = [line.partition("#")[0].strip() for line in done.stdout.splitlines() if "  make" in line]
+    assert commands == [
+        command
+        for variant, tag in pushed.items()
+        for command in (
+            f"make images STAGE=trainer VARIANT={variant} PUSH=REGISTRY",
+            f"make deploy-stage STAGE=trainer TAG={tag}",
+        )
+    ]
+
+
+def test_pins_of_base_images_leave_the_recipes_alone(tmp_path: Path) -> None:
+    repository = copy_checkout(tmp_path)
+    write(tmp_path / "bin/skopeo", f"""#!/bin/sh\necho '{{"Digest": "sha256:{"1" * 64}"}}'\n""")
+    (tmp_path / "bin/skopeo").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    subprocess.run(["make", "lock", "PIN=1"], cwd=repository, env=environment, check=True)
+    assert git(repository, "status", "--short") == "M images/platforms.toml"
+    digests = read_digests(repository / "images/platforms.toml")
+    bases = {each.base_of(service) for each in read_platforms().values() for service in SERVICES}
+    assert digests == dict.fromkeys(bases, f"sha256:{'1' * 64}")
+
+
 def dirty_the_tree(repository: Path) -> None:
     write(repository / "services/tokenizer/work.py", "print('unsaved')\n")
 
@@ -146,12 +204,6 @@ def empty_the_changelog(repository: Path) -> None:
 
 def tag_the_version(repository: Path) -> None:
     git(repository, "tag", "trainer-v0.2.0")
-
-
-def forget_the_digests(repository: Path) -> None:
-    platforms = repository / "images/platforms.toml"
-    write(platforms, platforms.read_text().partition("[digests]")[0] + "[digests]\n")
-    commit(repository, "Forget the digests")
 
 
 def change_a_schema(repository: Path) -> None:
@@ -168,7 +220,6 @@ def change_a_schema(repository: Path) -> None:
         (dirty_the_tree, "services/tokenizer/work.py"),
         (empty_the_changelog, r"services/trainer/CHANGELOG.md.*Unreleased"),
         (tag_the_version, "trainer-v0.2.0"),
-        (forget_the_digests, "public.ecr.aws/neuron/"),
         (change_a_schema, "corpus-4.json.*tokenizer-v0.1.0"),
     ],
 )
