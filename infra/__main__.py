@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 from images.platforms import find_variant
 from infra.account.session import Account, explaining_refusals
 from infra.addons.releases import choose_releases, install_releases, print_differences, read_releases
-from infra.apply.inputs import Inputs, read_inputs
+from infra.apply.inputs import Inputs, read_inputs, require_own_values
 from infra.apply.overlay_settings import SETTINGS, write_settings
 from infra.apply.renewal import check_renewal, list_renewed_pools
 from infra.apply.terraform import STACK, Plan, Stack, describe_plan
@@ -96,8 +96,11 @@ class Given(BaseModel):
                 return folder / SETTINGS.name
         raise RecipeError(f"OVERLAY={self.OVERLAY}: no such overlay; expected eks, or the folder of your own overlay")
 
-    def read_inputs(self, needs_place: bool = True) -> Inputs:
-        return read_inputs(read_variables(self.VARS, self.folder), needs_place, self.folder)
+    def read_inputs(self, needs_place: bool = True, needs_own_values: bool = False) -> Inputs:
+        variables = read_variables(self.VARS, self.folder)
+        if needs_own_values:
+            require_own_values(variables)
+        return read_inputs(variables, needs_place, self.folder)
 
 
 def main(argv: list[str]) -> int:
@@ -129,7 +132,7 @@ def cost(given: Given) -> None:
 
 
 def preflight(given: Given) -> None:
-    inputs = given.read_inputs()
+    inputs = given.read_inputs(needs_own_values=True)
     nodes = inputs.trainium.max_nodes if given.NODES is None else given.NODES
     _require_met(run_preflight(Account(inputs.region), inputs, nodes))
     print("all requirements that can be checked from here are met")
@@ -161,11 +164,11 @@ def up(given: Given) -> None:
 def _make_plan(given: Given, stack: Stack, is_quiet: bool) -> tuple[Plan, Inputs]:
     """Plans the stack and prints its cost.
 
-    Raises `RecipeError` for values that the stack does not take, and for a budget below the idle stack's cost, and
-    `DeviceError` for an instance type on which no image computes, or a machine image whose driver the images do not
-    accept.
+    Raises `RecipeError` for values that the stack does not take, for those of the example, and for a budget below the
+    idle stack's cost, and `DeviceError` for an instance type on which no image computes, or a machine image whose
+    driver the images do not accept.
     """
-    inputs = given.read_inputs()
+    inputs = given.read_inputs(needs_own_values=True)
     stack.init()
     found = stack.plan(is_quiet=is_quiet)
     print(_describe_cost(given, inputs))

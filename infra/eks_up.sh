@@ -24,6 +24,10 @@ if [[ ${STACK:-eks} != eks ]]; then
     echo "eks-up makes the stack eks, and STACK=$STACK was given: make infra-up STACK=$STACK" >&2
     exit 2
 fi
+uses="images kubernetes aws"
+[[ ${DRY_RUN:-0} == 0 ]] || uses=aws
+# shellcheck disable=SC2086  # words
+./prerequisites.sh $uses # what a later step lacks would be paid for, idle
 step 1 make --no-print-directory infra-up STACK=eks
 if [[ ${DRY_RUN:-0} != 0 ]]; then
     echo "DRY_RUN=1: nothing was changed, and steps 2 to 6 were left out"

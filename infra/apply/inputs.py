@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +14,11 @@ from infra.apply.terraform import STACK
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import LustreSize, default_lustre_size
 
+# Addresses, domains, accounts and ids that are reserved for documentation, as the examples of `terraform.tfvars` have
+# them where a value has to be one's own.
+PLACEHOLDER = re.compile(
+    r'"(?:203\.0\.113\.|/home/you/)[^"]*"|"[^"]*(?:@example\.com|:111122223333:|-0123456789abcdef0)[^"]*"'
+)
 ENDPOINTS = 10  # interface endpoints of modules/network, in one zone; a test counts them
 
 
@@ -99,6 +106,15 @@ def read_inputs(variables: Mapping[str, Any], needs_place: bool = True, folder: 
     except ValidationError as error:
         places = ", ".join(".".join(map(str, each["loc"])) for each in error.errors())
         raise RecipeError(f"{places}: no value in {folder}, and the stack declares no default for it") from None
+
+
+def require_own_values(variables: Mapping[str, Any]) -> None:
+    """Raises `RecipeError` for values that still are those of `terraform.tfvars.example`."""
+    if found := sorted(set(PLACEHOLDER.findall(json.dumps(variables)))):
+        raise RecipeError(
+            f"{', '.join(found)}: still as in terraform.tfvars.example. Write values of your own (`curl "
+            f"https://checkip.amazonaws.com` prints your address), or remove them"
+        )
 
 
 def _read_given(config: str | None, folder: Path) -> dict[str, str]:

@@ -11,6 +11,7 @@ import pytest
 
 from infra.account.session import STACK_TAG
 from infra.apply.inputs import read_inputs
+from infra.apply.terraform import STACK
 from infra.preflight.checks import check_reservation
 from infra.tests.conftest import PLACE, REGION, Aws, RunInfra, WriteValues
 
@@ -200,3 +201,21 @@ def test_a_stack_without_choices_or_sense_is_refused(
 ) -> None:
     variables(values)
     assert said in run_infra("preflight", exit_code=2).stderr
+
+
+@pytest.mark.parametrize("stack", ["eks", "batch"])
+@pytest.mark.parametrize("command", ["preflight", "up"])
+def test_a_value_of_the_example_that_has_to_be_ones_own_is_refused(
+    run_infra: RunInfra, variables: WriteValues, monkeypatch: pytest.MonkeyPatch, stack: str, command: str
+) -> None:
+    """Also those in the example's comments. The price needs none of them."""
+    text = (STACK.parent / stack / "terraform.tfvars.example").read_text(encoding="utf-8")
+    values = re.sub(r"^# (\w+ = )", r"\1", text, flags=re.MULTILINE)
+    monkeypatch.setenv("STACK", stack)
+    variables(values)
+    said = run_infra(command, exit_code=2).stderr
+    kept = {REGION, ZONE, "trn1.32xlarge", "m7i.8xlarge", "1.34.8-20260610", "capacity_block"}
+    own = {*re.findall(r'"([^"]*)"', values)} - kept - {"2027-01-31T11:30:00Z"}
+    assert len(own) >= 4
+    assert {*re.findall(r'"([^"]*)"', said)} == own
+    run_infra("cost")
