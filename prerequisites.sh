@@ -7,6 +7,7 @@
 #   ./prerequisites.sh --install local    run the commands, with sudo where that is needed
 # shellcheck disable=SC2329  # `require` calls the checks by their names
 set -euo pipefail
+cd "$(dirname "$0")"
 
 is_install="" uses=""
 for word in "$@"; do
@@ -68,22 +69,10 @@ is_new_enough() { # MAJOR MINOR TEXT
 # Run, not looked up: macOS has programs that only ask for their own installation.
 has_make() { make --version; }
 has_git() { git --version; }
-has_compiler() {
-    if [[ "$system" == macos ]]; then clang++ --version; else g++ --version; fi
-}
-has_python() {
-    local python
-    for python in ${PYTHON:-python3.12 python3.11 python3}; do
-        "$python" -I -c 'import os, sys, sysconfig
-has_headers = os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h"))
-sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)) or not has_headers)' && return
-    done
-    return 1
-}
-has_docker() { docker --version; }
-has_pants() {
-    pants --version || python3.9 -I -c 'import ensurepip' || ./bootstrap uv python find --managed-python 3.9
-}
+has_compiler() { ./bootstrap check compiler; }
+has_python() { ./bootstrap check python; }
+has_docker() { docker version; } # asks the engine: it may not run, or not for this user
+has_pants() { ./pants runner; }
 has_skopeo() { skopeo --version; }
 has_kubectl() { kubectl version --client; }
 has_helm() { is_new_enough 3 13 "$(helm version --short)"; }
@@ -122,17 +111,19 @@ archive=https://awscli.amazonaws.com/awscli-exe-linux-$(uname -m).zip # Ubuntu 2
 aws="$(apt "curl unzip") && curl -fsSLo /tmp/awscli.zip $archive &&
     unzip -qo /tmp/awscli.zip -d /tmp && ${sudo}/tmp/aws/install --update"
 tools="xcode-select --install"
+engine=" && ${sudo}systemctl enable --now docker"
+[[ -z "$sudo" ]] || engine="$engine && ${sudo}usermod -aG docker $(id -un) # then log in again"
 
 require local has_make make "$(choose "$(dnf make)" "$(apt make)" "$tools")"
 require local has_git git "$(choose "$(dnf git)" "$(apt git)" "$tools")"
 require local has_compiler "a C++ compiler" "$(choose "$(dnf gcc-c++)" "$(apt g++)" "$tools")"
 require local has_python "Python 3.11 or 3.12 with its headers" "$(choose "$(dnf "python3.12 python3.12-devel")" \
     "$(apt "python3 python3-dev python3-venv")" "brew install python@3.12")"
-require images has_docker Docker "$(choose "$(dnf docker) && ${sudo}systemctl enable --now docker" \
-    "$(apt docker.io)" "brew install --cask docker")"
+require images has_docker "Docker with an engine that answers this user" "$(choose "$(dnf docker)$engine" \
+    "$(apt docker.io)$engine" "brew install --cask docker && open -a Docker")"
 looks_up=kubernetes # deployments and pushes look images up
 [[ "$uses " != *" images "* ]] || looks_up=images
-require "$looks_up" has_skopeo skopeo "$(choose "" "$(apt skopeo)" "brew install skopeo")"
+require "$looks_up" has_skopeo skopeo "$(choose "$(dnf spal-release) && $(dnf skopeo)" "$(apt skopeo)" "brew install skopeo")"
 require images has_pants "the pants launcher or Python 3.9, which builds images" "./bootstrap uv python install 3.9"
 require kubernetes has_kubectl kubectl "$(choose "$kubectl" "$kubectl" "brew install kubernetes-cli")"
 require kubernetes has_helm "helm 3.13 or newer" "$(choose "$helm" "$helm" "brew install helm")"

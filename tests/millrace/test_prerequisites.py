@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,9 +10,13 @@ import pytest
 
 from images.platforms import REPOSITORY
 
+DOCKER = "Docker with an engine that answers this user"
+PYTHON = "Python 3.11 or 3.12 with its headers"
+PANTS = "the pants launcher or Python 3.9, which builds images"
+SCRIPTS = ("prerequisites.sh", "bootstrap", "pants", "pants.toml", "lockfiles/uv.txt")
 USES = {
-    "local": {"make", "git", "a C++ compiler", "Python 3.11 or 3.12 with its headers"},
-    "images": {"Docker", "skopeo", "the pants launcher or Python 3.9, which builds images"},
+    "local": {"make", "git", "a C++ compiler", PYTHON},
+    "images": {DOCKER, "skopeo", PANTS},
     "kubernetes": {"kubectl", "helm 3.13 or newer"},
     "aws": {"Terraform 1.10 or newer", "the AWS CLI"},
 }
@@ -21,11 +24,14 @@ USES = {
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """A PATH with what the script itself runs, and nothing that Millrace needs."""
+    """A PATH with what the scripts themselves run, and nothing that Millrace needs."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("bash", "env", "grep", "head", "id", "sed"):
+    for name in ("bash", "dirname", "env", "grep", "head", "id", "sed", "tail"):
         (folder / name).symlink_to(str(shutil.which(name)))
+    for name in SCRIPTS:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
     return folder
 
 
@@ -40,8 +46,8 @@ def check(programs: Path, *words: str, kernel: str = "Linux", release: str = "ID
     (programs / "os-release").write_text(release, encoding="utf-8")
     done = subprocess.run(
         ["./prerequisites.sh", *words],
-        cwd=REPOSITORY,
-        env={"PATH": str(programs), "OS_RELEASE": str(programs / "os-release"), "HOME": os.environ.get("HOME", "/")},
+        cwd=programs.parent,
+        env={"PATH": str(programs), "OS_RELEASE": str(programs / "os-release"), "HOME": str(programs.parent)},
         capture_output=True,
         text=True,
         check=False,
@@ -66,10 +72,37 @@ def test_a_bare_machine_is_told_how_to_get_everything(
 ) -> None:
     exit_code, missing = check(programs, kernel=kernel, release=release)
     assert (exit_code, {*missing}) == (4, set.union(*USES.values()))
-    assert installer in missing["Python 3.11 or 3.12 with its headers"]
+    assert installer in missing[PYTHON]
+    assert installer in missing["skopeo"]
     for command in missing.values():
         assert subprocess.run(["bash", "-n", "-c", command], check=False).returncode == 0
     assert {*check(programs, "images", "aws", kernel=kernel, release=release)[1]} == USES["images"] | USES["aws"]
+
+
+@pytest.mark.parametrize(
+    ("use", "name", "answers", "place", "found"),
+    [
+        ("images", DOCKER, '[[ "$1" == --version ]]', "bin/docker", False),
+        ("images", DOCKER, '[[ "$1" == version ]]', "bin/docker", True),
+        ("images", PANTS, '[[ "$3" == *"(3, 9)"* ]]', "bin/python3", True),
+        ("images", PANTS, '[[ "$3" == *"(3, 9)"* ]]', ".pyenv/versions/3.9.18/bin/python", True),
+        ("images", PANTS, "exit 1", "bin/python3.9", False),
+        ("local", PYTHON, "printf '3.12.1\\t%s\\t' $0", ".pyenv/versions/3.12.1/bin/python", True),
+        ("local", PYTHON, "printf '3.12.1\\t%s\\theaders' $0", "bin/python3.12", False),
+    ],
+    ids=[
+        *("Docker without an engine", "Docker", "python3 is 3.9", "pyenv's 3.9", "a shim of 3.9"),
+        *("pyenv's 3.12", "3.12 without headers"),
+    ],
+)
+def test_a_program_is_looked_for_as_by_the_command_that_runs_it(
+    programs: Path, use: str, name: str, answers: str, place: str, found: bool
+) -> None:
+    """Docker's program may have no engine, and `python3` is a Python 3.9 on Amazon Linux 2023."""
+    path = programs.parent / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    add(path.parent, path.name, answers)
+    assert (name not in check(programs, use, release="ID=amzn")[1]) == found
 
 
 @pytest.mark.parametrize(
@@ -92,6 +125,7 @@ def test_install_runs_the_command_and_looks_again(programs: Path) -> None:
     add(programs, "sudo", '"$@"')
     add(programs, "apt-get", f'[[ "$1" == update ]] || echo "#!/usr/bin/env bash" >{programs}/docker')
     add(programs, "chmod")
+    add(programs, "systemctl")
     add(programs, "skopeo")
     add(programs, "pants")
     assert check(programs, "--install", "images")[0] == 4, "what was installed does not run"
