@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import struct
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,34 @@ def test_a_snippet_makes_a_branch_of_the_demo(snippet: str) -> None:
 
     assert branch
     assert branch.run.startswith(f"{demo.name}-")
+
+
+def test_five_keys_of_the_readme_make_a_qwen3_of_ones_own_text_from_the_demo() -> None:
+    [changed] = re.findall(r"^```toml\n(.*?)^```", Document("README.md").text, re.MULTILINE | re.DOTALL)
+    demo = load_recipe(REPOSITORY / "recipes/tiny-cpu.toml").model_dump(mode="json")
+    given = tomllib.loads(changed)
+    values = {key: demo[key] | each if isinstance(each, dict) else each for key, each in given.items()}
+    recipe = Recipe.model_validate(demo | values)
+    assert recipe.model.qk_norm
+    assert 1_800_000 < recipe.model.num_parameters < 2_200_000
+    own = recipe.model_dump(mode="json")
+    assert [own["name"] == demo["name"], own["corpus"]["name"] == demo["corpus"]["name"]] == [False, False]
+    kept = {key: {**own[key], **{name: demo[key][name] for name in given[key]}} for key in ("corpus", "model")}
+    assert own | kept | {"name": demo["name"]} == demo
+
+
+def test_the_blueprints_road_changes_the_place_of_the_tokenizer_alone(tmp_path: Path) -> None:
+    lines = [line for block in Document("docs/from-the-blueprint.md").command_blocks() for line in block.lines]
+    [edit] = [line for line in lines if line.startswith("sed ")]
+    (tmp_path / "recipes").symlink_to(REPOSITORY / "recipes")
+    subprocess.run(["bash", "-c", edit], cwd=tmp_path, check=True)
+    [made] = tmp_path.glob("*.toml")
+    assert any(f"RECIPE={made.name} " in line for line in lines)
+    before, after = (load_recipe(path) for path in (REPOSITORY / edit.split()[2], made))
+    model = after.tokenizer.model
+    assert model == "hf://NousResearch/Llama-2-7b-hf/tokenizer.model"
+    tokenizer = before.tokenizer.model_copy(update={"model": model})
+    assert after == before.model_copy(update={"tokenizer": tokenizer})
 
 
 def leads_somewhere(document: Document, link: str) -> bool:
