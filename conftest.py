@@ -14,6 +14,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Otherwise every simulated account makes 1,300 machine images for every region that is used, 0.3 s per region.
 os.environ.setdefault("MOTO_EC2_LOAD_DEFAULT_AMIS", "false")
+# `git rebase --exec` and hooks name their repository here, and commits of the tests would go into it.
+for _name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX"):
+    os.environ.pop(_name, None)
 
 
 LONGEST = (
