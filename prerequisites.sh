@@ -41,7 +41,7 @@ sudo="sudo "
 [[ "$(id -u)" != 0 ]] || sudo=""
 architecture=amd64
 case "$(uname -m)" in aarch64 | arm64) architecture=arm64 ;; esac
-kubectl_version=v1.34.4 # the version of the test cluster
+kubectl_version=v1.35.4 # the version of the test cluster
 helm_version=v3.19.0
 
 choose() { # AMAZON DEBIAN MACOS: prints the command of this system

@@ -27,7 +27,6 @@ REGISTRY = "123456789012.dkr.ecr.us-west-2.amazonaws.com"
 CHOSEN = ("COMPILER_POOL", "RECIPE")
 # Extended resource that a device plugin's chart adds to its nodes.
 RESOURCE_OF_CHART = {"neuron-helm-chart": "aws.amazon.com/neuron", "aws-efa-k8s-device-plugin": "vpc.amazonaws.com/efa"}
-MODULE_OF_CHART = {"kuberay-operator": "github.com/ray-project/kuberay/ray-operator", "volcano": "volcano.sh/volcano"}
 
 
 class Agreement(NamedTuple):
@@ -210,8 +209,8 @@ def _addons(defaults: dict[str, Thing], objects: list[Thing]) -> Iterator[Agreem
         "extended resources", {RESOURCE_OF_CHART[each] for each in charts if each in RESOURCE_OF_CHART}, asked
     )
     modules = dict(re.findall(r"^\s+(\S+) v(\S+)$", read_text("tests/cluster/kit/go.mod"), re.MULTILINE))
-    for chart, module in MODULE_OF_CHART.items():
-        yield Agreement(f"version of {chart}, here and in the test cluster", charts[chart]["version"], modules[module])
+    volcano = charts["volcano"]["version"]
+    yield Agreement("version of Volcano, here and in the test cluster", volcano, modules["volcano.sh/volcano"])
     version = str(defaults["kubernetes_version"][""])
     tested = modules["k8s.io/kubernetes"].rpartition(".")[0]
     yield Agreement("minor version of Kubernetes, here and in the test cluster", version, tested)

@@ -1,7 +1,7 @@
 """A real one-node Kubernetes with Volcano and KubeRay, from Go modules: no image registry, no virtual machine.
 
-Kubernetes 1.34 (etcd, API server, controller manager, scheduler, kubelet on containerd, kube-proxy, CoreDNS), Volcano
-1.14 and the KubeRay operator 1.6 run as ordinary processes of this machine. The real node is called `node-a`; its
+Kubernetes 1.35 (etcd, API server, controller manager, scheduler, kubelet on containerd, kube-proxy, CoreDNS), Volcano
+1.15 and the KubeRay operator 1.6 run as ordinary processes of this machine. The real node is called `node-a`; its
 Neuron devices and EFA cards are extended resources in its status, as a device plugin would report them.
 
 Everything that is made is below $CLUSTER_HOME (default .cluster), but for two bridges, iptables chains of kubelet's
@@ -63,7 +63,7 @@ PREREQUISITES = {
     "gcc": "gcc libc6-dev",
 }
 
-KUBERNETES = "v1.34.4"
+KUBERNETES = "v1.35.4"
 KUBERAY = "kuberay-operator"
 PACKAGES = {  # binary -> package of the module in go.mod
     "etcd": "./etcd",
@@ -75,9 +75,9 @@ PACKAGES = {  # binary -> package of the module in go.mod
     "kubectl": "k8s.io/kubernetes/cmd/kubectl",
     "volcano-scheduler": "volcano.sh/volcano/cmd/scheduler",
     "volcano-controller": "volcano.sh/volcano/cmd/controller-manager",
-    "kuberay-operator": "github.com/ray-project/kuberay/ray-operator",
 }
 TOOLS = {  # binary -> package@version with a module graph of its own
+    "ray-operator": "github.com/ray-project/kuberay/ray-operator@v1.6.2",
     "coredns": "github.com/coredns/coredns@v1.12.4",
     "kwok": "sigs.k8s.io/kwok/cmd/kwok@v0.8.0",
 }
@@ -97,16 +97,33 @@ def require_prerequisites() -> None:
 
 
 def module_dir(module: str) -> Path:
-    return Path(json.loads(run("go", "list", "-m", "-json", module, cwd=HERE))["Dir"])
+    """The sources of a module: of the version in go.mod, or of MODULE@VERSION."""
+    command = ("go", "mod", "download", "-json", module) if "@" in module else ("go", "list", "-m", "-json", module)
+    return Path(json.loads(run(*command, cwd=HERE))["Dir"])
+
+
+def write_module_file() -> Path:
+    """A copy of go.mod in which volcano.sh/apis has the one constant that Volcano 1.15.0 takes from its v1.15.0."""
+    apis = HOME / "volcano-apis"
+    shutil.rmtree(apis, ignore_errors=True)
+    shutil.copytree(module_dir("volcano.sh/apis"), apis, copy_function=shutil.copyfile)
+    constant = 'package v1beta1\n\nconst QueueAllocationGateKey = GroupName + "/queue-allocation-gate"\n'
+    (apis / "pkg/apis/scheduling/v1beta1/queue_allocation_gate.go").write_text(constant)
+    for name in ("go.mod", "go.sum"):
+        shutil.copyfile(HERE / name, HOME / name)
+    run("go", "mod", "edit", f"-replace=volcano.sh/apis={apis}", HOME / "go.mod")
+    return HOME / "go.mod"
 
 
 def build() -> None:
     """Compile the binaries: 9 minutes from nothing on 2 cores, then Go's cache has them."""
     BIN.mkdir(parents=True, exist_ok=True)
     version = "k8s.io/component-base/version"
-    flags = f"-s -w -X {version}.gitVersion={KUBERNETES} -X {version}.gitMajor=1 -X {version}.gitMinor=34"
+    minor = KUBERNETES.split(".")[1]
+    flags = f"-s -w -X {version}.gitVersion={KUBERNETES} -X {version}.gitMajor=1 -X {version}.gitMinor={minor}"
+    modules = f"-modfile={write_module_file()}"
     commands: dict[str, tuple[list[str | Path], dict[str, Any]]] = {
-        name: (["go", "build", "-trimpath", "-ldflags", flags, "-o", BIN / name, package], {"cwd": HERE})
+        name: (["go", "build", modules, "-trimpath", "-ldflags", flags, "-o", BIN / name, package], {"cwd": HERE})
         for name, package in PACKAGES.items()
     }
     own = {"env": {**os.environ, "GOBIN": str(BIN)}}
@@ -268,7 +285,7 @@ def load_pause_image() -> None:
 def start_operators() -> None:
     """KubeRay without its own batch-scheduler integration: with it a RayJob that uses
     clusterSelector never leaves Initializing (seen with KubeRay 1.6.1)."""
-    kuberay, volcano = module_dir("github.com/ray-project/kuberay/ray-operator"), module_dir("volcano.sh/volcano")
+    kuberay, volcano = module_dir(TOOLS["ray-operator"]), module_dir("volcano.sh/volcano")
     chart = volcano / "installer/helm/chart/volcano"
     for folder in (kuberay / "config/crd/bases", chart / "crd/bases"):
         kubectl("apply", "--server-side", "-f", folder)
@@ -288,7 +305,7 @@ def start_operators() -> None:
 
 def start_kuberay(*flags: str, name: str = KUBERAY, first_port: int = 18080) -> None:
     """Start a KubeRay operator of this name, which takes two ports from `first_port` on."""
-    start(name, BIN / "kuberay-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
+    start(name, BIN / "ray-operator", f"-kubeconfig={KUBECONFIG}", "-enable-leader-election=false",
           "-use-kubernetes-proxy", f"-metrics-addr=127.0.0.1:{first_port}",
           f"-health-probe-bind-address=127.0.0.1:{first_port + 1}", *flags)  # fmt: skip
 
