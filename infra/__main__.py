@@ -25,6 +25,7 @@ from infra.apply.renewal import check_renewal, list_renewed_pools
 from infra.apply.terraform import STACK, Plan, Stack, describe_plan
 from infra.apply.variables import read_variables
 from infra.cost.estimate import describe_cost, require_budget
+from infra.preflight.addons import list_refused_values
 from infra.preflight.checks import check_machine_image, run_preflight
 from infra.teardown.leftovers import describe_leftovers, find_leftovers
 from infra.teardown.sequence import Teardown, Workloads
@@ -165,15 +166,20 @@ def _make_plan(given: Given, stack: Stack, is_quiet: bool) -> tuple[Plan, Inputs
     """Plans the stack and prints its cost.
 
     Raises `RecipeError` for values that the stack does not take, for those of the example, and for a budget below the
-    idle stack's cost, and `DeviceError` for an instance type on which no image computes, or a machine image whose
-    driver the images do not accept.
+    idle stack's cost, and `DeviceError` for an instance type on which no image computes, a machine image whose driver
+    the images do not accept, or values that an add-on of EKS refuses.
     """
     inputs = given.read_inputs(needs_own_values=True)
     stack.init()
     found = stack.plan(is_quiet=is_quiet)
     print(_describe_cost(given, inputs))
     require_budget(inputs, _today())
-    _require_met(check_machine_image(inputs)[1])
+    _require_met(
+        [
+            *check_machine_image(inputs)[1],
+            *list_refused_values(Account(inputs.region), found, inputs.kubernetes_version),
+        ]
+    )
     return found, inputs
 
 

@@ -12,36 +12,34 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 AWS_RELEASES_JSON = Path(__file__).parent / "aws_releases.json"
-ECS = ""
 
 
 @dataclass(frozen=True)
 class MachineImages:
-    """Releases of one machine image whose Neuron drivers the stages' images accept."""
+    """Releases of one machine image whose Neuron drivers the stages' images accept on one generation of Trainium."""
 
     default: str
     """The release that nodes start from if nobody chooses one."""
     drivers: dict[str, str]
-    """Version of aws-neuronx-dkms by release: 1.34.7-20260505 of EKS, or the name of ECS' image."""
+    """Version of aws-neuronx-dkms by release: a date such as 20260505 of EKS, or the name of ECS' image."""
     look_up: str
     """The page that lists the drivers of further releases."""
 
 
-def read_machine_images() -> dict[str, MachineImages]:
-    """Releases of the AL2023 images with Neuron: EKS' by minor version of Kubernetes, and those of `ECS`."""
-    eks, ecs = _read()["eks"], _read()["ecs"]
-    entries = {version: (entry, eks["look_up"]) for version, entry in eks["versions"].items()}
-    entries[ECS] = (ecs, ecs["look_up"])
-    return {name: MachineImages(each["default"], each["releases"], page) for name, (each, page) in entries.items()}
+def read_machine_images(service: Literal["eks", "ecs"], instance_type: str) -> MachineImages:
+    """Releases of the service's AL2023 image with Neuron for an instance type; none where the table has none."""
+    entry, generation = _read()[service], instance_type[:4]
+    drivers = entry["releases"].get(generation, {})
+    return MachineImages(entry["defaults"].get(generation, ""), drivers, entry["look_up"])
 
 
-def read_standard_support_end(kubernetes_version: str) -> date | None:
-    """The day on which EKS ends standard support of a Kubernetes version; None if the table does not list it."""
-    entry = _read()["eks"]["versions"].get(kubernetes_version)
-    return date.fromisoformat(entry["standard_support_ends"]) if entry else None
+def read_support_ends() -> dict[str, date]:
+    """The day on which EKS ends standard support of each Kubernetes version that the table lists."""
+    versions = _read()["eks"]["versions"]
+    return {version: date.fromisoformat(each["standard_support_ends"]) for version, each in versions.items()}
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from infra.apply.inputs import ENDPOINTS, Inputs
-from infra.aws_releases import read_standard_support_end
+from infra.aws_releases import read_support_ends
 from infra.shapes import find_shape
 from services.common.errors import RecipeError
 from services.common.hardware.instance_types import GIB, LustreSize
@@ -69,7 +69,7 @@ class Line:
 
 def control_plane_price(version: str, support: str, today: date) -> str:
     """Name in `prices.json` of the control plane's price on that day, under the upgrade policy EXTENDED or STANDARD."""
-    end = read_standard_support_end(version) or date.max
+    end = read_support_ends().get(version, date.max)
     return "eks_extended_support_hour" if support == "EXTENDED" and today >= end else "eks_cluster_hour"
 
 
@@ -187,7 +187,7 @@ def require_budget(inputs: Inputs, today: date) -> None:
 
 def _describe_support(inputs: Inputs, today: date) -> Iterator[str]:
     """Says when standard support of the Kubernetes version ends, if the date is known, and what EKS does then."""
-    end = read_standard_support_end(inputs.kubernetes_version)
+    end = read_support_ends().get(inputs.kubernetes_version)
     if end is None:
         return
     said = f"Kubernetes {inputs.kubernetes_version}: EKS ends its standard support on {end}"

@@ -179,7 +179,7 @@ def _admits(rules: list[dict[str, Any]], group: str, protocol: str) -> bool:
 
 def check_machine_image(inputs: Inputs) -> CheckResult:
     """Checks the instance type and the machine image before a node is paid for that trains nothing."""
-    shape, tables = inputs.trainium.shape, read_machine_images()
+    shape = inputs.trainium.shape
     variant = find_variant(shape)
     if not variant:
         fitting = [name for name, facts in read_shapes().items() if facts.neuron_devices and find_variant(name)]
@@ -187,20 +187,13 @@ def check_machine_image(inputs: Inputs) -> CheckResult:
         return f"no image computes on {shape}", [f"{explain_no_image(shape)}. {command}"]
     if inputs.has_cluster and not inputs.kubernetes_version:
         return f"images compute on {shape}; the stack chooses its machine image itself", []
-    images = tables.get(inputs.kubernetes_version)
-    if images is None:
-        known = ", ".join(filter(None, tables))
-        seen = f"no release for Kubernetes {inputs.kubernetes_version} is in {TABLE}"
-        return seen, [f"{seen}: kubernetes_version is one of {known}; or add its releases to the table"]
-    node = read_neuron_nodes()[variant]
-    fitting = [release for release, driver in images.drivers.items() if node.takes_driver(driver)]
+    images = read_machine_images("eks" if inputs.has_cluster else "ecs", shape)
     release = inputs.ami_id or inputs.ami_release or images.default
-    # AWS alone knows the name behind an ami_id, so that is refused only if no listed release fits.
-    if release in fitting or (inputs.ami_id and fitting):
+    # AWS alone knows the name behind an ami_id, so Terraform's plan looks that up in the table.
+    if release in images.drivers or (inputs.ami_id and images.drivers):
         return f"images compute on {shape}, and accept the Neuron driver of {release}", []
-    variable, got = "ami_release" if inputs.has_cluster else "ami_id", images.drivers.get(release, "unknown")
-    return f"the images for {shape} do not accept the Neuron driver of {release}", [
-        f"the images for {shape} do not accept the Neuron driver of {release}: got {got}, expected "
-        f"{node.describe_drivers()} (images/platforms.toml). {TABLE} lists {', '.join(fitting) or 'none'} for "
-        f"{variable}; look up the aws-neuronx-dkms of others in {images.look_up}, and add one to the table"
+    seen = f"{TABLE} lists no AMI release {release} for {shape}"
+    return seen, [
+        f"{seen}, but {', '.join(images.drivers) or 'none'}. To add one, look up its aws-neuronx-dkms in "
+        f"{images.look_up}; the images accept {read_neuron_nodes()[variant].describe_drivers()}"
     ]

@@ -1,12 +1,13 @@
-# stacks/eks/versions.tf and stacks/batch/versions.tf are symbolic links to this file.
+# stacks/eks/versions.tf and stacks/batch/versions.tf are symbolic links to this file, and their .terraform.lock.hcl to the
+# lock beside it.
 
 terraform {
   required_version = ">= 1.10" # the first whose S3 backend locks without DynamoDB
   required_providers {
-    # Tested with 5.100. Written for 6 by its upgrade guide, which nobody has tried.
+    # The major version that the tests run. 6 changes names of arguments, and nobody has tried it.
     aws = {
       source  = "hashicorp/aws"
-      version = ">= 5.100, < 7"
+      version = "~> 5.100"
     }
   }
 }

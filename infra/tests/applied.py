@@ -164,7 +164,7 @@ def simulated_aws(folder: Path) -> Iterator[str]:
 def apply_stack(name: str, variables: Mapping[str, Any], endpoint: str, place: Path) -> Applied:
     """A copy of `stacks/<name>` in `place`, applied with these variables."""
     copy = place / "infra"
-    without_state = shutil.ignore_patterns(".terraform*", "*.tfstate*", "*.tfvars")
+    without_state = shutil.ignore_patterns(".terraform", "*.tfstate*", "*.tfvars")
     for part in ("modules", "stacks", "userdata"):
         shutil.copytree(INFRA / part, copy / part, ignore=without_state)
     for table in ("shapes.json", "aws_releases.json"):

@@ -31,11 +31,16 @@ from moto.fsx.responses import FSxResponse
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import run_simple
 
-from infra.aws_releases import ECS, read_machine_images
+from infra.aws_releases import read_machine_images
 
 ACCOUNT = "123456789012"  # moto's
 TRAINIUM_AMI = "ami-0123456789abcdef0"
-EKS_AMIS = [f"amazon-eks-node-al2023-x86_64-neuron-1.34-v{day}" for day in ("20260505", "20260610")]
+EKS_AMIS = [
+    f"amazon-eks-node-al2023-x86_64-{kind}-1.35-v{day}"
+    for kind in ("neuron", "standard")
+    for day in ("20260505", "20260610")
+]
+EKS_DESCRIPTION = "EKS-optimized Kubernetes node based on Amazon Linux 2023, (k8s: 1.35.4, containerd: 2.2.*)"
 CREATED = 1735689600.0  # a time as AWS' JSON has it
 LUSTRE_VERSION = "2.15"
 KINDS = {
@@ -62,12 +67,14 @@ def serve(port: int) -> None:
 def _add_machine_images() -> None:
     """The releases of AWS' images that the stacks name: moto has others."""
     load = AmiBackend._load_amis
-    names = {TRAINIUM_AMI: read_machine_images()[ECS].default} | {f"ami-{name[-8:]}": name for name in EKS_AMIS}
+    names = {TRAINIUM_AMI: read_machine_images("ecs", "trn1.32xlarge").default}
+    names |= {f"ami-{number:08x}{name[-8:]}": name for number, name in enumerate(EKS_AMIS)}
 
     def load_amis(backend: AmiBackend) -> None:
         load(backend)
         for key, name in names.items():
-            backend.amis[key] = Ami(backend, key, name=name, owner_id="591542846629", owner_alias="amazon")
+            kind: dict[str, Any] = {"owner_id": "591542846629", "owner_alias": "amazon", "description": EKS_DESCRIPTION}
+            backend.amis[key] = Ami(backend, key, name=name, **kind)
 
     _extend(AmiBackend, _load_amis=load_amis)
 

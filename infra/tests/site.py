@@ -25,7 +25,7 @@ variable "keep_data" { default = true }
 variable "budget" { default = {} }
 """
 EKS_VARIABLES = """
-variable "kubernetes_version" { default = "1.34" }
+variable "kubernetes_version" { default = "1.35" }
 variable "kubernetes_support" { default = "STANDARD" }
 variable "core_nodes" { default = { shape = "m7i.2xlarge", nodes = 2 } }
 """

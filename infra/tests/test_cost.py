@@ -20,7 +20,7 @@ from services.common.recipe.file import load_recipe
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
 
 STANDING = 0.10 + 2 * 0.4032 + 0.045 + 0.005 + 1200 * 0.600 / 730  # the defaults' price per hour
-IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2026, 12, 1), date(2026, 12, 2)  # of Kubernetes 1.34
+IN_STANDARD_SUPPORT, END_OF_STANDARD_SUPPORT = date(2027, 3, 26), date(2027, 3, 27)  # of Kubernetes 1.35
 ROOT = Path(__file__).parents[2]
 BATCH = STACK.parent / "batch"
 
@@ -103,7 +103,7 @@ def test_the_control_plane_costs_more_once_its_version_leaves_standard_support(
 
     for done in (before, after):
         [line] = [line for line in done.stdout.splitlines() if "kubernetes_support = EXTENDED" in line]
-        assert all(word in line for word in ("Kubernetes 1.34", "2026-12-02", "$0.60", "$0.10", "$365.00 more a month"))
+        assert all(word in line for word in ("Kubernetes 1.35", "2027-03-27", "$0.60", "$0.10", "$365.00 more a month"))
     assert f"  ${STANDING:.2f}/hour" in before.stdout
     assert f"  ${STANDING + 0.50:.2f}/hour" in after.stdout
     assert f"  ${STANDING:.2f}/hour" in upgraded.stdout

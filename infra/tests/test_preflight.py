@@ -51,8 +51,20 @@ def test_an_account_in_which_everything_fits(run_infra: RunInfra, fitting: Aws) 
     ):
         vcpus = quota.rpartition(" ")[2]
         assert re.search(rf"{re.escape(quota)} vCPU, 0 .*, {nodes} .* {vcpus}$", done.stdout, re.MULTILINE)
-    assert "accept the Neuron driver of 1.34.7-20260505" in done.stdout
+    assert "accept the Neuron driver of 20260505" in done.stdout
     assert "NOT MET" not in done.stdout
+
+
+@pytest.mark.parametrize("shape", ["trn2.48xlarge", "trn2u.48xlarge"])
+def test_trn2_has_a_machine_image_of_its_own(
+    run_infra: RunInfra, fitting: Aws, variables: WriteValues, shape: str
+) -> None:
+    fitting.quotas[QUOTA] = 768
+    variables(f'{VARIABLES}trainium = {{ shape = "{shape}" }}\n')
+
+    done = run_infra("preflight")
+
+    assert f"images compute on {shape}, and accept the Neuron driver of 20261119" in done.stdout
 
 
 def test_batch_needs_no_core_nodes(run_infra: RunInfra, on_batch: Aws) -> None:
@@ -67,9 +79,8 @@ def test_batch_needs_no_core_nodes(run_infra: RunInfra, on_batch: Aws) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ('ami_release = "1.34.9-20260714"', "Neuron driver of 1.34.9-20260714"),
-        ('kubernetes_version = "1.36"', "no release .* Kubernetes 1.36"),
-        ('trainium = { shape = "trn2.48xlarge", max_nodes = 1 }', "images for trn2.48xlarge .* got 2.27.4.0, expected"),
+        ('ami_release = "20260714"', "no AMI release 20260714 for trn1.32xlarge"),
+        ('ami_release = "20261119"', "no AMI release 20261119 for trn1.32xlarge"),
     ],
 )
 def test_what_does_not_fit_the_images_is_named(
@@ -214,7 +225,7 @@ def test_a_value_of_the_example_that_has_to_be_ones_own_is_refused(
     monkeypatch.setenv("STACK", stack)
     variables(values)
     said = run_infra(command, exit_code=2).stderr
-    kept = {REGION, ZONE, "trn1.32xlarge", "m7i.8xlarge", "1.34.8-20260610", "capacity_block"}
+    kept = {REGION, ZONE, "trn1.32xlarge", "m7i.8xlarge", "20260610", "capacity_block"}
     own = {*re.findall(r'"([^"]*)"', values)} - kept - {"2027-01-31T11:30:00Z"}
     assert len(own) >= 4
     assert {*re.findall(r'"([^"]*)"', said)} == own

@@ -6,13 +6,13 @@ import gzip
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import moto.ec2
 import pytest
 
-from images.platforms import read_neuron_nodes
-from infra.aws_releases import ECS, MachineImages, read_machine_images
+from images.platforms import find_variant, read_neuron_nodes
+from infra.aws_releases import read_machine_images
 from infra.shapes import SHAPES_JSON, find_shape, read_shapes
 from services.common.errors import RecipeError
 from services.common.hardware.gpus import sum_peaks
@@ -20,7 +20,6 @@ from services.common.hardware.instance_types import TERA
 
 CAPTURE = Path(moto.ec2.__file__).parent / "resources"
 MIB_PER_GIB = 1024
-TABLES = read_machine_images()
 SHAPES = json.loads(SHAPES_JSON.read_text(encoding="utf-8"))["shapes"]
 Zones = dict[str, dict[str, list[str]]]
 # EC2 says 512 GiB of one Trainium2 and nothing of those of trn2u, Neuron's "Amazon EC2 Trn2 Architecture" 96 of both.
@@ -104,23 +103,15 @@ def test_its_price_is_of_a_region_that_offers_it(name: str) -> None:
     assert price is None or price.region in SHAPES[name]["zone_ids"]
 
 
-@pytest.mark.parametrize("images", TABLES.values(), ids=TABLES)
-def test_every_release_has_a_driver_that_the_images_of_a_variant_take(images: MachineImages) -> None:
-    nodes = read_neuron_nodes().values()
-    assert [each for each in images.drivers.values() if not any(node.takes_driver(each) for node in nodes)] == []
-
-
-@pytest.mark.parametrize("images", TABLES.values(), ids=TABLES)
-def test_the_default_is_the_newest_release_with_the_images_own_driver(images: MachineImages) -> None:
-    driver = read_neuron_nodes()["neuron"].driver
-    own = [release for release, its_driver in images.drivers.items() if its_driver == driver]
+@pytest.mark.parametrize("service", ["eks", "ecs"])
+@pytest.mark.parametrize("name", [name for name, shape in read_shapes().items() if shape.neuron_devices])
+def test_releases_have_drivers_that_the_images_take_and_the_default_is_the_newest_with_their_own(
+    service: Literal["eks", "ecs"], name: str
+) -> None:
+    images, node = read_machine_images(service, name), read_neuron_nodes()[find_variant(name)]
+    assert all(map(node.takes_driver, images.drivers.values()))
+    own = [release for release, driver in images.drivers.items() if driver == node.driver]
     assert images.default == max(own, key=lambda release: re.findall(r"\d{8}", release))
-
-
-@pytest.mark.parametrize("version", sorted(TABLES.keys() - {ECS}))
-def test_releases_are_of_their_version_of_kubernetes(version: str) -> None:
-    releases = TABLES[version].drivers
-    assert all(re.fullmatch(rf"{re.escape(version)}\.\d+-\d{{8}}", release) for release in releases)
 
 
 def test_images_take_no_driver_that_is_too_old_or_too_new_for_them() -> None:

@@ -18,7 +18,7 @@ variable "kubernetes_support" {
 }
 
 variable "ami_release" {
-  description = "AMI release of the pools' nodes, such as 1.34.7-20260505."
+  description = "AMI release of the pools' nodes, such as 1.35.4-20260505."
   type        = string
 }
 

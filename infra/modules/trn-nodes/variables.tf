@@ -122,6 +122,6 @@ variable "tags" {
 }
 
 variable "ami_release" {
-  description = "Release of the Neuron AMI, such as 1.34.7-20260505. The images have to accept its driver."
+  description = "Release of the Neuron AMI, such as 1.35.4-20260505. The images have to accept its driver."
   type        = string
 }

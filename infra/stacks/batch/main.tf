@@ -18,8 +18,11 @@ locals {
     storage_gib = local.shapes[var.cpu_nodes.shape].pod.storage_gib
   }, null)
 
-  # Releases of the Trainium nodes' AMI, by name.
-  amis = jsondecode(file("${path.module}/../../aws_releases.json")).ecs
+  # Names of the Trainium nodes' AMIs with a Neuron driver for trn1 or trn2.
+  amis        = jsondecode(file("${path.module}/../../aws_releases.json")).ecs
+  generation  = substr(var.trainium.shape, 0, 4)
+  ami_names   = keys(lookup(local.amis.releases, local.generation, {}))
+  default_ami = lookup(local.amis.defaults, local.generation, "none")
 }
 
 # In a container's grace period a trainer commits a checkpoint, perhaps after one that is being written and the
@@ -113,15 +116,15 @@ data "aws_ami" "trainium" {
 
   filter {
     name   = var.ami_id == null ? "name" : "image-id"
-    values = [var.ami_id == null ? local.amis.default : var.ami_id]
+    values = [var.ami_id == null ? local.default_ami : var.ami_id]
   }
 
   lifecycle {
     postcondition {
-      condition     = contains(keys(local.amis.releases), self.name)
+      condition     = contains(local.ami_names, self.name)
       error_message = <<-EOT
         ami_id = "${self.id}" is ${self.name}, whose Neuron driver infra/aws_releases.json does not list. It lists
-        ${join(", ", keys(local.amis.releases))}.
+        for ${var.trainium.shape}: ${join(", ", local.ami_names)}.
         images/platforms.toml has the drivers that the images accept. Choose an AMI with one of them; if that is
         yours, look up its driver (modinfo -F version neuron on an instance), and add its name to the table.
       EOT

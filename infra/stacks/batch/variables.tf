@@ -67,16 +67,16 @@ variable "webhook_secret" {
 }
 
 variable "ami_id" {
-  description = "Id of the Trainium nodes' AMI, whose name has to be in infra/aws_releases.json. null takes the default of that table. The images accept the Neuron drivers of images/platforms.toml; make infra-preflight refuses an AMI with another."
+  description = "Id of the Trainium nodes' AMI, whose name has to be in infra/aws_releases.json. null takes the default of that table for trainium.shape. The images accept the Neuron drivers of images/platforms.toml; make infra-preflight refuses an AMI with another."
   type        = string
   default     = null
 
   validation {
     condition     = var.ami_id == null ? true : can(regex("^ami-[0-9a-f]+$", var.ami_id))
     error_message = <<-EOT
-      ami_id = "${coalesce(var.ami_id, "-")}": expected the id of an image. Leave it out to use ${local.amis.default},
+      ami_id = "${coalesce(var.ami_id, "-")}": expected the id of an image. Leave it out to use ${local.default_ami},
       whose id in your region this command shows:
-        aws ec2 describe-images --region ${var.region} --owners amazon --include-deprecated --filters Name=name,Values=${local.amis.default} --query 'Images[].ImageId'
+        aws ec2 describe-images --region ${var.region} --owners amazon --include-deprecated --filters Name=name,Values=${local.default_ami} --query 'Images[].ImageId'
     EOT
   }
 }

@@ -18,12 +18,17 @@ locals {
   node_labels = { for pool, shape in local.node_shapes : pool => { (local.pool_label) = pool, (local.shape_label) = shape } }
   node_taints = { core = [], cpu = [], trainium = [local.taint] }
 
-  # AWS' releases for this version of Kubernetes; null and empty where a validation refuses the version.
-  eks_releases     = jsondecode(file("${path.module}/../../aws_releases.json")).eks
-  ami_versions     = local.eks_releases.versions
-  ami_release      = try(local.ami_versions[var.kubernetes_version].default, null)
-  addon_versions   = try(local.ami_versions[var.kubernetes_version].addons, {})
-  trainium_release = coalesce(var.ami_release, local.ami_release, "none")
+  eks_releases   = jsondecode(file("${path.module}/../../aws_releases.json")).eks
+  addon_versions = try(local.eks_releases.versions[var.kubernetes_version].addons, {})
+
+  # Dates of the AMI releases with a Neuron driver for trn1 or trn2, and those of the AMIs by the word in their names.
+  generation    = substr(var.trainium.shape, 0, 4)
+  neuron_dates  = keys(lookup(local.eks_releases.releases, local.generation, {}))
+  trainium_date = coalesce(var.ami_release, lookup(local.eks_releases.defaults, local.generation, null), "none")
+  ami_dates     = { neuron = local.trainium_date, standard = coalesce(var.cpu_ami_release, local.trainium_date) }
+
+  # EKS calls a release 1.35.4-20260505. An AMI's name has no patch version of Kubernetes, its description has.
+  ami_releases = { for kind, ami in data.aws_ami.node : kind => "${regex("k8s: ([0-9.]+)", ami.description)[0]}-${local.ami_dates[kind]}" }
 
   # common.tf checks these.
   cpu_shapes    = [var.cpu_nodes.shape, var.core_nodes.shape]
@@ -73,21 +78,32 @@ locals {
   )
 }
 
-# EC2 knows an AMI release by its name alone, such as amazon-eks-node-al2023-x86_64-neuron-1.34-v20260505 for 1.34.7-20260505.
-data "aws_ami_ids" "trainium" {
+data "aws_ami_ids" "node" {
+  for_each           = local.ami_dates
   owners             = ["amazon"]
   include_deprecated = true
 
   filter {
     name   = "name"
-    values = [format("amazon-eks-node-al2023-x86_64-neuron-%s", replace(local.trainium_release, "/\\.\\d+-/", "-v"))]
+    values = ["amazon-eks-node-al2023-x86_64-${each.key}-${var.kubernetes_version}-v${each.value}"]
   }
 
   lifecycle {
     postcondition {
       condition     = length(self.ids) > 0
-      error_message = "${var.region} has no AMI of the release ${local.trainium_release}; AWS may have withdrawn it. Write another of infra/aws_releases.json into ami_release."
+      error_message = "${var.region} has no ${each.key} AMI of the release ${each.value} for Kubernetes ${var.kubernetes_version}; AWS may have withdrawn it. Write another into ${each.key == "neuron" ? "ami_release: infra/aws_releases.json lists them" : "cpu_ami_release"}."
     }
+  }
+}
+
+data "aws_ami" "node" {
+  for_each           = data.aws_ami_ids.node
+  owners             = ["amazon"]
+  include_deprecated = true
+
+  filter {
+    name   = "image-id"
+    values = [each.value.ids[0]]
   }
 }
 
@@ -142,7 +158,7 @@ module "eks" {
   account                   = local.account
   kubernetes_version        = var.kubernetes_version
   kubernetes_support        = var.kubernetes_support
-  ami_release               = try(coalesce(var.cpu_ami_release, local.ami_release), null)
+  ami_release               = local.ami_releases.standard
   api_public_cidrs          = var.api_public_cidrs
   key_arn                   = module.storage.key_arn
   permissions_boundary      = var.permissions_boundary
@@ -215,7 +231,7 @@ module "trainium" {
   labels             = local.node_labels.trainium
   taint              = local.taint
   tags               = local.tags
-  ami_release        = local.trainium_release
+  ami_release        = local.ami_releases.neuron
 }
 
 module "guardrails" {

@@ -45,17 +45,13 @@ variable "api_public_cidrs" {
 }
 
 variable "kubernetes_version" {
-  description = "Minor version of Kubernetes. The stages are tested on 1.34, the newest that Volcano 1.14 supports; EKS ends its standard support on 2026-12-02. 1.35 has standard support until 2027-03-27, and nobody has tried it with Volcano 1.14."
+  description = "Minor version of Kubernetes. The stages are tested on 1.35, the newest that Volcano 1.15 supports; EKS ends its standard support on 2027-03-27."
   type        = string
-  default     = "1.34"
+  default     = "1.35"
 
   validation {
-    condition     = contains(keys(local.ami_versions), var.kubernetes_version)
-    error_message = <<-EOT
-      kubernetes_version = "${var.kubernetes_version}": infra/aws_releases.json lists no release of EKS' Neuron AMI for it, only for ${join(" and ", keys(local.ami_versions))}.
-      To add a version, look up the aws-neuronx-dkms of its AL2023_x86_64_NEURON releases in ${local.eks_releases.look_up},
-      and add those that the images accept: images/platforms.toml has the drivers.
-    EOT
+    condition     = contains(keys(local.eks_releases.versions), var.kubernetes_version)
+    error_message = "kubernetes_version = \"${var.kubernetes_version}\": infra/aws_releases.json lists ${join(" and ", keys(local.eks_releases.versions))}. To add a version, write the end of its standard support there."
   }
 }
 
@@ -77,14 +73,14 @@ variable "addon_versions" {
 }
 
 variable "ami_release" {
-  description = "AMI release of the Trainium nodes, such as 1.34.7-20260505. null takes the default of infra/aws_releases.json. The images accept the Neuron drivers of images/platforms.toml; make infra-up refuses a release with another."
+  description = "AMI release of the Trainium nodes, such as 20260505. null takes the default of infra/aws_releases.json for trainium.shape. The images accept the Neuron drivers of images/platforms.toml; make infra-up refuses a release with another."
   type        = string
   default     = null
 
   validation {
-    condition     = var.ami_release == null ? true : contains(keys(try(local.ami_versions[var.kubernetes_version].releases, {})), var.ami_release)
+    condition     = var.ami_release == null ? true : contains(local.neuron_dates, var.ami_release)
     error_message = <<-EOT
-      ami_release = "${coalesce(var.ami_release, "-")}" is not in infra/aws_releases.json, which lists for Kubernetes ${var.kubernetes_version}: ${join(", ", keys(try(local.ami_versions[var.kubernetes_version].releases, {})))}.
+      ami_release = "${coalesce(var.ami_release, "-")}" is not in infra/aws_releases.json, which lists for ${var.trainium.shape}: ${join(", ", local.neuron_dates)}.
       To add a release, look up its aws-neuronx-dkms of AL2023_x86_64_NEURON in ${local.eks_releases.look_up};
       the images accept the drivers of images/platforms.toml.
     EOT
@@ -92,14 +88,14 @@ variable "ami_release" {
 }
 
 variable "cpu_ami_release" {
-  description = "AMI release of the core and cpu nodes, such as 1.34.9-20260714. null takes the Trainium nodes' default. These nodes have no Neuron driver, so a newer release may be set for its patches."
+  description = "AMI release of the core and cpu nodes, such as 20260714. null takes the Trainium nodes' default. These nodes have no Neuron driver, so a newer release may be set for its patches."
   type        = string
   default     = null
 
   validation {
-    condition     = var.cpu_ami_release == null ? true : can(regex("^[0-9.]+-[0-9]{8}$", var.cpu_ami_release)) && startswith(var.cpu_ami_release, "${var.kubernetes_version}.")
+    condition     = var.cpu_ami_release == null ? true : can(regex("^[0-9]{8}$", var.cpu_ami_release))
     error_message = <<-EOT
-      cpu_ami_release = "${coalesce(var.cpu_ami_release, "-")}": expected a release for Kubernetes ${var.kubernetes_version}, such as ${coalesce(local.ami_release, "1.34.7-20260505")}. This command shows the newest:
+      cpu_ami_release = "${coalesce(var.cpu_ami_release, "-")}": expected the date of a release, such as 20260505. It is the end of what this command shows, the newest:
         aws ssm get-parameter --region ${var.region} --name /aws/service/eks/optimized-ami/${var.kubernetes_version}/amazon-linux-2023/x86_64/standard/recommended/release_version --query Parameter.Value
     EOT
   }

@@ -9,7 +9,11 @@ mock_data "aws_partition" {
 }
 
 mock_data "aws_ami" {
-  defaults = { id = "ami-0123456789abcdef0", name = "al2023-ami-ecs-neuron-hvm-2023.0.20260506-kernel-6.1-x86_64" }
+  defaults = {
+    id          = "ami-0123456789abcdef0"
+    name        = "al2023-ami-ecs-neuron-hvm-2023.0.20260506-kernel-6.1-x86_64"
+    description = "EKS-optimized Kubernetes node based on Amazon Linux 2023, (k8s: 1.35.4, containerd: 2.2.*)"
+  }
 }
 
 mock_data "aws_subnet" {

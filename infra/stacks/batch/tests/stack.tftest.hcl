@@ -253,6 +253,10 @@ run "another_shape_in_another_region_is_three_lines" {
     zone_id  = "use2-az3"
     trainium = { shape = "trn2.48xlarge", max_nodes = 2 }
   }
+  override_data {
+    target = data.aws_ami.trainium
+    values = { id = "ami-0123456789abcdef0", name = "al2023-ami-ecs-neuron-hvm-2023.0.20261113-kernel-6.1-x86_64" }
+  }
 
   assert {
     condition     = module.network[0].trainium_subnet.zone_id == "use2-az3" && output.addresses_per_node == 17
@@ -266,6 +270,10 @@ run "an_ultraserver" {
     region   = "ap-south-2"
     zone_id  = "aps2-az1"
     trainium = { shape = "trn2u.48xlarge", max_nodes = 4 }
+  }
+  override_data {
+    target = data.aws_ami.trainium
+    values = { id = "ami-0123456789abcdef0", name = "al2023-ami-ecs-neuron-hvm-2023.0.20261113-kernel-6.1-x86_64" }
   }
 
   assert {

@@ -214,9 +214,9 @@ run "eks" {
   variables {
     name                      = "millrace"
     account                   = { id = "111122223333", partition = "aws", region = "us-west-2" }
-    kubernetes_version        = "1.34"
+    kubernetes_version        = "1.35"
     kubernetes_support        = "STANDARD"
-    ami_release               = "1.34.7-20260505"
+    ami_release               = "1.35.4-20260505"
     permissions_boundary      = "arn:aws:iam::111122223333:policy/boundary"
     api_public_cidrs          = []
     key_arn                   = "arn:aws:kms:us-west-2:111122223333:key/11111111-2222-3333-4444-555555555555"
@@ -311,7 +311,7 @@ run "eks" {
   }
 
   assert {
-    condition     = aws_eks_node_group.pool["core"].labels == tomap({ "millrace.dev/pool" = "core" }) && aws_eks_node_group.pool["core"].ami_type == "AL2023_x86_64_STANDARD" && aws_eks_node_group.pool["core"].release_version == "1.34.7-20260505"
+    condition     = aws_eks_node_group.pool["core"].labels == tomap({ "millrace.dev/pool" = "core" }) && aws_eks_node_group.pool["core"].ami_type == "AL2023_x86_64_STANDARD" && aws_eks_node_group.pool["core"].release_version == "1.35.4-20260505"
     error_message = "core: ${jsonencode(aws_eks_node_group.pool["core"].labels)}, ${aws_eks_node_group.pool["core"].ami_type}, ${aws_eks_node_group.pool["core"].release_version}"
   }
 

@@ -44,10 +44,10 @@ run "a_type_that_ec2_has_withdrawn_from_the_zone_and_an_ami_that_aws_has" {
     values = { instance_types = ["trn1.32xlarge"] }
   }
   override_data {
-    target = data.aws_ami_ids.trainium
+    target = data.aws_ami_ids.node["neuron"]
     values = { ids = [] }
   }
-  expect_failures = [data.aws_ec2_instance_type_offerings.zone, data.aws_ami_ids.trainium]
+  expect_failures = [data.aws_ec2_instance_type_offerings.zone, data.aws_ami_ids.node["neuron"]]
 }
 
 run "trn2_in_a_region_without_it_and_a_reservation_that_nothing_would_use" {
@@ -149,7 +149,6 @@ run "values_that_aws_does_not_take" {
     log_retention_days   = 10
     cpu_nodes            = { shape = "trn1.32xlarge" }
     core_nodes           = { shape = "m1.small" }
-    ami_release          = "1.34.9-20260714"
     cpu_ami_release      = "1.35.6-20260714"
     kubernetes_support   = "PREMIUM"
     permissions_boundary = "boundary"
@@ -163,28 +162,18 @@ run "values_that_aws_does_not_take" {
     var.log_retention_days,
     var.cpu_nodes,
     var.core_nodes,
-    var.ami_release,
     var.cpu_ami_release,
     var.kubernetes_support,
     var.permissions_boundary,
   ]
 }
 
-run "a_release_of_another_version" {
+run "an_ami_whose_driver_is_for_another_generation" {
   command = plan
   variables {
-    kubernetes_version = "1.35"
-    ami_release        = "1.34.7-20260505"
+    ami_release = "20261119"
   }
   expect_failures = [var.ami_release]
-}
-
-run "a_version_for_which_no_release_is_known" {
-  command = plan
-  variables {
-    kubernetes_version = "1.36"
-  }
-  expect_failures = [var.kubernetes_version]
 }
 
 run "values_that_make_no_sense" {

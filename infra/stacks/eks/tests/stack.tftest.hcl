@@ -104,12 +104,12 @@ run "what_two_lines_of_tfvars_give" {
   }
 
   assert {
-    condition     = merge(module.eks.ami_releases, { trainium = module.trainium.ami_release }) == { core = "1.34.7-20260505", cpu = "1.34.7-20260505", trainium = "1.34.7-20260505" }
+    condition     = merge(module.eks.ami_releases, { trainium = module.trainium.ami_release }) == { core = "1.35.4-20260505", cpu = "1.35.4-20260505", trainium = "1.35.4-20260505" }
     error_message = "every group has one release, and none the newest of the day: ${jsonencode(module.eks.ami_releases)}, ${module.trainium.ami_release}"
   }
 
   assert {
-    condition     = module.eks.addon_versions["kube-proxy"] == "v1.34.6-eksbuild.2"
+    condition     = module.eks.addon_versions["kube-proxy"] == "v1.35.3-eksbuild.2"
     error_message = "add-ons: ${jsonencode(module.eks.addon_versions)}"
   }
 
@@ -154,15 +154,21 @@ run "applied_again_by_somebody_else_who_is_listed" {
 run "newer_nodes" {
   command = plan
   variables {
-    kubernetes_version = "1.35"
-    kubernetes_support = "EXTENDED"
-    ami_release        = "1.35.6-20260625"
-    cpu_ami_release    = "1.35.6-20260714"
-    addon_versions     = { vpc-cni = "v1.20.0-eksbuild.1" }
+    ami_release     = "20260625"
+    cpu_ami_release = "20260714"
+    addon_versions  = { vpc-cni = "v1.20.0-eksbuild.1" }
+  }
+  override_data {
+    target = data.aws_ami.node["neuron"]
+    values = { description = "of a day, (k8s: 1.35.6, containerd: 2.2.*)" }
+  }
+  override_data {
+    target = data.aws_ami.node["standard"]
+    values = { description = "of a later day, (k8s: 1.35.10, containerd: 2.2.*)" }
   }
 
   assert {
-    condition     = merge(module.eks.ami_releases, { trainium = module.trainium.ami_release }) == { core = "1.35.6-20260714", cpu = "1.35.6-20260714", trainium = "1.35.6-20260625" }
+    condition     = merge(module.eks.ami_releases, { trainium = module.trainium.ami_release }) == { core = "1.35.10-20260714", cpu = "1.35.10-20260714", trainium = "1.35.6-20260625" }
     error_message = "releases: ${jsonencode(module.eks.ami_releases)}, ${module.trainium.ami_release}"
   }
 

@@ -6,7 +6,7 @@ mock_provider "aws" {
 
 variables {
   name               = "trainium"
-  cluster            = { name = "millrace", version = "1.34", security_group_id = "sg-cluster" }
+  cluster            = { name = "millrace", version = "1.35", security_group_id = "sg-cluster" }
   node_role_arn      = "arn:aws:iam::111122223333:role/node"
   ready_for_nodes    = {}
   shape              = { name = "trn1.32xlarge", neuron_devices = 16, efa_cards = 8, huge_pages_gib = 10, supports_capacity_block = true, supports_placement_group = true }
@@ -20,7 +20,7 @@ variables {
   labels             = { "millrace.dev/pool" = "trainium" }
   taint              = { key = "aws.amazon.com/neuron", value = "true", effect = "NoSchedule" }
   tags               = { "millrace.dev/stack" = "millrace" }
-  ami_release        = "1.34.7-20260505"
+  ami_release        = "1.35.4-20260505"
 }
 
 run "on_demand" {
@@ -45,7 +45,7 @@ run "on_demand" {
   }
 
   assert {
-    condition     = [aws_eks_node_group.this.ami_type, aws_eks_node_group.this.release_version, aws_eks_node_group.this.capacity_type] == ["AL2023_x86_64_NEURON", "1.34.7-20260505", "ON_DEMAND"]
+    condition     = [aws_eks_node_group.this.ami_type, aws_eks_node_group.this.release_version, aws_eks_node_group.this.capacity_type] == ["AL2023_x86_64_NEURON", "1.35.4-20260505", "ON_DEMAND"]
     error_message = "${aws_eks_node_group.this.ami_type}, ${aws_eks_node_group.this.release_version}, ${aws_eks_node_group.this.capacity_type}"
   }
 

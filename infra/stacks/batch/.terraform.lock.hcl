@@ -1,0 +1,1 @@
+../.terraform.lock.hcl
