@@ -26,7 +26,7 @@ parallel = -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup demo runs report cluster-local clean cluster-up cluster-down deploy-stage pipeline stage-status \
 	stage-logs stop-stage rollback-stage stage-run infra-environment infra-cost infra-preflight infra-up infra-down \
-	infra-leftovers eks-up addons images lock release check check-security test test-slow torch29 \
+	infra-leftovers eks-up addons images lock refresh-pins release check check-security test test-slow torch29 \
 	test-torch29 test-cluster test-cuda test-neuron test-batch soak check-infra test-infra docs docs-environment benchmark
 
 # Multi-line recipes that a variable of their target chooses.
@@ -202,8 +202,11 @@ images: $(if $(filter-out 0,$(LOAD)),setup) ## Build the images of this checkout
 
 lock: ## Resolve the requirements into lockfiles/, and keep pins that still fit.
 #? UPGRADE=1  Take the newest versions.
-#? PIN=1  Instead, write the digests of the base images into images/platforms.toml.
-	@$(images) $(if $(filter-out 0,$(PIN)),pin,lock)
+	@$(images) lock
+
+refresh-pins: infra-environment ## Compare charts, AMIs, Kubernetes and other pins with the newest releases.
+#? WRITE=1  Also write new charts, AMI releases, ends of support and digests of base images.
+	@$(client) -m deploy.pins
 
 release: ## Release a stage with a version of its own.
 #? STAGE=head|tokenizer|compiler|trainer  The stage. Required.

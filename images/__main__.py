@@ -18,7 +18,7 @@ from images.build import (
     repository_of,
     require_engine,
 )
-from images.lock import lock, pin
+from images.lock import lock
 from images.platforms import SERVICES, VARIANTS
 from images.release import release
 from images.sbom import write_sboms
@@ -33,7 +33,6 @@ def main(argv: list[str]) -> int:
         "build": build,
         "lock": lambda: lock(upgrade=os.environ.get("UPGRADE", "") not in ("", "0")),
         "names": print_names,
-        "pin": lambda: print("\n".join(f"{image}@{digest}" for image, digest in pin().items())),
         "release": release_stage,
         "sbom": lambda: print(*write_sboms(_services(), _variant()), sep="\n"),
         "settings": print_settings,

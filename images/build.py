@@ -139,7 +139,7 @@ def explain_unpinned(build: Build) -> str:
     if choose_platform(build.variant) != platform:
         return f"this machine builds on another base image than {base}"
     if platform.sdk and base not in read_digests():
-        return f"{base} has no digest in images/platforms.toml: make lock PIN=1, and commit it before a release"
+        return f"{base} has no digest in images/platforms.toml: make refresh-pins WRITE=1, then commit it"
     return ""
 
 

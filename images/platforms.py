@@ -116,7 +116,7 @@ def read_neuron_nodes() -> dict[str, NeuronNode]:
 
 
 def read_digests(path: Path = PLATFORMS) -> dict[str, str]:
-    """The digests that `make lock PIN=1` resolved, by the name of the base image."""
+    """The digests that `make refresh-pins WRITE=1` resolved, by the name of the base image."""
     return dict(tomllib.loads(path.read_text(encoding="utf-8"))["digests"])
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from images.lock import pin
+from deploy.pins import pin_base_images
 from images.platforms import PLATFORMS, read_digests
 from images.registry import is_held
 from services.common.errors import DeviceError
@@ -81,7 +81,7 @@ def platforms_with(base: str, path: Path) -> Path:
 def test_pin_writes_the_digest_that_the_registry_gives(registry: str, tmp_path: Path) -> None:
     base = f"{registry}/neuron/base:known"
     path = platforms_with(base, tmp_path / "platforms.toml")
-    assert pin(path) == {base: digest_of(MANIFEST)}
+    pin_base_images(path)
     assert read_digests(path) == {base: digest_of(MANIFEST)}
 
 
@@ -90,7 +90,7 @@ def test_a_registry_that_does_not_know_changes_nothing(registry: str, tmp_path: 
     path = platforms_with(base.format(registry=registry), tmp_path / "platforms.toml")
     before = path.read_bytes()
     with pytest.raises(DeviceError, match=base.format(registry=registry)):
-        pin(path)
+        pin_base_images(path)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from images.platforms import REPOSITORY, SERVICES, VARIANTS, read_digests, read_platforms
+from images.platforms import REPOSITORY, SERVICES, VARIANTS, read_platforms
 from images.release import release
 from images.versions import describe_build, is_released
 from services.common.errors import DeviceError, MillraceError, RecipeError
@@ -179,18 +178,6 @@ def test_a_release_prints_the_deployment_of_each_variant(tmp_path: Path) -> None
             f"make deploy-stage STAGE=trainer TAG={tag}",
         )
     ]
-
-
-def test_pins_of_base_images_leave_the_recipes_alone(tmp_path: Path) -> None:
-    repository = copy_checkout(tmp_path)
-    write(tmp_path / "bin/skopeo", f"""#!/bin/sh\necho '{{"Digest": "sha256:{"1" * 64}"}}'\n""")
-    (tmp_path / "bin/skopeo").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHON": sys.executable}
-    subprocess.run(["make", "lock", "PIN=1"], cwd=repository, env=environment, check=True)
-    assert git(repository, "status", "--short") == "M images/platforms.toml"
-    digests = read_digests(repository / "images/platforms.toml")
-    bases = {each.base_of(service) for each in read_platforms().values() for service in SERVICES}
-    assert digests == dict.fromkeys(bases, f"sha256:{'1' * 64}")
 
 
 def dirty_the_tree(repository: Path) -> None:
