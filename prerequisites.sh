@@ -117,7 +117,7 @@ engine=" && ${sudo}systemctl enable --now docker"
 require local has_make make "$(choose "$(dnf make)" "$(apt make)" "$tools")"
 require local has_git git "$(choose "$(dnf git)" "$(apt git)" "$tools")"
 require local has_compiler "a C++ compiler" "$(choose "$(dnf gcc-c++)" "$(apt g++)" "$tools")"
-require local has_python "Python 3.11 or 3.12 with its headers" "$(choose "$(dnf "python3.12 python3.12-devel")" \
+require local has_python "Python 3.11 to 3.14 with its headers" "$(choose "$(dnf "python3.12 python3.12-devel")" \
     "$(apt "python3 python3-dev python3-venv")" "brew install python@3.12")"
 require images has_docker "Docker with an engine that answers this user" "$(choose "$(dnf docker)$engine" \
     "$(apt docker.io)$engine" "brew install --cask docker && open -a Docker")"

@@ -11,7 +11,7 @@ import pytest
 from images.platforms import REPOSITORY
 
 DOCKER = "Docker with an engine that answers this user"
-PYTHON = "Python 3.11 or 3.12 with its headers"
+PYTHON = "Python 3.11 to 3.14 with its headers"
 PANTS = "the pants launcher or Python 3.9, which builds images"
 SCRIPTS = ("prerequisites.sh", "bootstrap", "pants", "pants.toml", "lockfiles/uv.txt")
 USES = {
