@@ -69,7 +69,7 @@ def test_the_demo_ends_with_the_losses_of_a_cpu(demo: Path) -> None:
 
 
 def test_the_compiler_s_cache_serves_all_of_the_demo(demo: Path) -> None:
-    [cache] = (path.parent for path in demo.glob("compile_cache/tiny-cuda/*/manifest.json"))
+    [cache] = (path.parent for path in demo.glob("compile_cache/cuda/*/manifest.json"))
     payload = open_artifact(cache, CompileCacheManifest).manifest.compile_cache
     [run] = demo.glob("run/tiny-cuda-*")
     attempts = read_attempts(run)

@@ -74,7 +74,7 @@ def pipeline(options: tuple[str, ...], temporary: Path) -> dict[str, subprocess.
 
 def kill_while_compiling(options: tuple[str, ...]) -> None:
     """kill -9 the compiler stage after its first compiled files: no process survives, and nothing is published."""
-    collection = Path(options[-1]) / "compile_cache" / "small"
+    collection = Path(options[-1]) / "compile_cache" / "cpu"
     with start_python(["-m", "services.compiler", *options]) as process:
         wait_until(lambda: any(collection.glob("*.scratch/*/compile/cache/*/*")), 120, process=process)
         at_work = psutil.Process(process.pid).children(recursive=True)
@@ -227,7 +227,7 @@ def test_inline_workers_and_one_worker_give_the_bits_of_ray(root: Path, options:
 def test_a_cache_of_another_program_is_refused_and_both_sides_are_shown(
     root: Path, options: tuple[str, ...], call: Call
 ) -> None:
-    (cache,) = root.glob("compile_cache/small/*/")
+    (cache,) = root.glob("compile_cache/cpu/*/")
     refused = call("trainer", *options, f"--cache={cache}", "--batch.micro_batch_size=2")
     assert refused.returncode == 3
     assert "recipe.batch.micro_batch_size: cache 4, this run 2" in refused.stderr
@@ -251,7 +251,7 @@ def test_a_cold_graph_stops_a_run_that_requires_a_warm_cache(root: Path, options
 def test_a_flipped_byte_in_the_cache_is_found_before_a_worker_starts(
     root: Path, options: tuple[str, ...], call: Call
 ) -> None:
-    (cache,) = root.glob("compile_cache/small/*/")
+    (cache,) = root.glob("compile_cache/cpu/*/")
     binary = next(path for path in sorted(cache.rglob("*.so")))
     flip_a_bit(binary)
     refused = call("trainer", *options, "--train.seed=2")

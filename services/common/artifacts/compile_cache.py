@@ -32,9 +32,14 @@ class CompileCachePayload(ManifestModel):
     phases: tuple[Phase, ...]
 
 
+def compile_cache_name(recipe: Recipe) -> str:
+    """Return the name of the cache's collection: recipes of any name with the same program share one cache."""
+    return recipe.parallel.device
+
+
 def compile_cache_address(root: Path, recipe: Recipe, program_fingerprint: str) -> Address:
     """Return the address at which the compiler publishes the cache of this program, and the trainer opens it."""
-    return Address(root, "compile_cache", recipe.name, program_fingerprint[:16])
+    return Address(root, "compile_cache", compile_cache_name(recipe), program_fingerprint[:16])
 
 
 class CompileCacheManifest(Manifest):

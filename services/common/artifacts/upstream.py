@@ -6,7 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from services.common.artifacts.compile_cache import CompileCacheManifest
+from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_name
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import Artifact, find_artifact, open_artifact, published_ids, require_in_place
 from services.common.errors import ArtifactError, shell_command
@@ -115,7 +115,7 @@ def advise_vocab_size(model: Model, num_pieces: int) -> str:
 def find_cache(recipe: Recipe, recipe_path: Path, root: Path) -> Artifact[CompileCacheManifest]:
     """Open the newest compile cache of this recipe. Only the trainer's machine can tell whether the cache fits it."""
     made_by = _made_by("compiler", recipe_path, root)
-    return find_artifact(root, "compile_cache", recipe.name, recipe, CompileCacheManifest, made_by)
+    return find_artifact(root, "compile_cache", compile_cache_name(recipe), recipe, CompileCacheManifest, made_by)
 
 
 def _made_by(stage: Stage, recipe_path: Path, root: Path) -> str:

@@ -15,7 +15,7 @@ from services.common.artifacts.checkpoint import (
     checkpoint_id,
     shard_name,
 )
-from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload
+from services.common.artifacts.compile_cache import CompileCacheManifest, CompileCachePayload, compile_cache_name
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import Address, Artifact, Draft, Workspace, publish_once
 from services.common.recipe.schema import Recipe, fingerprint, identity
@@ -45,7 +45,7 @@ def fill(workspace: Workspace, files: Mapping[str, bytes] = FILES, inputs: tuple
 
 
 def address_in(root: Path, identifier: str = ID) -> Address:
-    return Address(root, "compile_cache", "small", identifier)
+    return Address(root, "compile_cache", "cpu", identifier)
 
 
 def publish(
@@ -64,7 +64,7 @@ def publish(
         }
         return replace(draft, payload=draft.payload.model_copy(update=said))
 
-    address = Address(root, "compile_cache", recipe.name, identifier)
+    address = Address(root, "compile_cache", compile_cache_name(recipe), identifier)
     return publish_once(address, CompileCacheManifest, "compiler", recipe, build_of_recipe)
 
 

@@ -25,6 +25,7 @@ from services.common.artifacts.store import (
     make_partial,
     published_ids,
 )
+from services.common.artifacts.upstream import find_cache
 from services.common.errors import UnreadableError
 from services.common.process.entry_point import exit_code_of
 from services.common.recipe.schema import Recipe
@@ -138,6 +139,18 @@ def test_gc_removes_what_dead_writers_left_and_nothing_that_no_stage_made(root: 
     assert run("verify", root) == 0
 
 
+def test_recipes_of_two_names_share_the_caches_of_their_program(tmp_path: Path, root: Path, recipe: Recipe) -> None:
+    """Each finds what the other published, and `gc` keeps the newest for both."""
+    renamed = recipe.model_copy(update={"name": "renamed"})
+    for identifier, maker in ((OLD, recipe), (NEW, renamed)):
+        made, _ = publish(root, maker, identifier)
+        assert [find_cache(each, tmp_path / "small.toml", root).path for each in (recipe, renamed)] == [made.path] * 2
+
+    assert run("gc", root, "--unreferenced", "--yes") == 0
+
+    assert published_ids(made.path.parent) == [NEW]
+
+
 def test_gc_leaves_alone_what_a_live_writer_holds(root: Path, recipe: Recipe) -> None:
     partial = make_folder(root / "checkpoint" / RUN / f"step-00000005.01234567{PARTIAL_SUFFIX}")
 
@@ -219,7 +232,7 @@ def move_to_another_disk(path: Path, disk: Path) -> Path:
     return moved
 
 
-@pytest.mark.parametrize("linked", ["", f"compile_cache/small/{ID}"])
+@pytest.mark.parametrize("linked", ["", f"compile_cache/cpu/{ID}"])
 def test_the_command_and_a_stage_agree_on_an_artifact_behind_a_link(
     root: Path, recipe: Recipe, tmp_path: Path, linked: str
 ) -> None:
@@ -227,7 +240,7 @@ def test_the_command_and_a_stage_agree_on_an_artifact_behind_a_link(
     move_to_another_disk(root / linked, tmp_path / "disk")
 
     def read() -> int:
-        found = find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make")
+        found = find_artifact(root, "compile_cache", "cpu", recipe, CompileCacheManifest, "make")
         verify_files(found.path, found.manifest)
         return 0
 
@@ -252,12 +265,12 @@ def test_gc_leaves_what_another_root_owns_and_says_so(
     assert run("gc", root, "--unreferenced", "--yes") == 0
 
     printed = capsys.readouterr().out
-    assert [path.exists() and str(root / "compile_cache/small" / path.name) in printed for path in left] == [True] * 2
+    assert [path.exists() and str(root / "compile_cache/cpu" / path.name) in printed for path in left] == [True] * 2
     assert run("gc", other, "--unreferenced", "--yes") == 0
     assert [path for path in left if path.exists()] == []
 
 
-@pytest.mark.parametrize("place", ["compile_cache", "compile_cache/small", "compile_cache/small/" + "a" * 16])
+@pytest.mark.parametrize("place", ["compile_cache", "compile_cache/cpu", "compile_cache/cpu/" + "a" * 16])
 def test_what_is_on_a_disk_that_is_not_mounted_is_not_taken_for_absent(
     root: Path, recipe: Recipe, superseded: Path, tmp_path: Path, place: str
 ) -> None:
@@ -266,7 +279,7 @@ def test_what_is_on_a_disk_that_is_not_mounted_is_not_taken_for_absent(
     assert [run("verify", root), run("list", root), run("gc", root, "--unreferenced", "--yes")] == [3, 3, 3]
     for open_or_make in (
         lambda: published_ids(superseded.parent),
-        lambda: find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make"),
+        lambda: find_artifact(root, "compile_cache", "cpu", recipe, CompileCacheManifest, "make"),
         lambda: make_partial(address_in(root, OLD), "writer"),
     ):
         with pytest.raises(UnreadableError):

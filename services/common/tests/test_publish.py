@@ -103,7 +103,7 @@ def test_killed_at_any_operation_it_leaves_nothing_or_the_complete_artifact(tmp_
         artifact, _ = publish(root, recipe)
         verify_files(artifact.path, artifact.manifest)
         assert artifact.manifest.content_digest == expected
-        assert find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make") == artifact
+        assert find_artifact(root, "compile_cache", "cpu", recipe, CompileCacheManifest, "make") == artifact
 
     assert 0 < len(visible_after) < num_operations
 
@@ -141,10 +141,10 @@ def test_the_newest_artifact_of_a_recipe_is_found(tmp_path: Path, root: Path, re
     publish(root, recipe, "a" * 16)
     newest, _ = publish(root, recipe, "b" * 16)
 
-    assert find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make") == newest
+    assert find_artifact(root, "compile_cache", "cpu", recipe, CompileCacheManifest, "make") == newest
     other = make_recipe(tmp_path, model__hidden_size="32")
     with pytest.raises(ArtifactError, match="make it"):
-        find_artifact(root, "compile_cache", "small", other, CompileCacheManifest, "make it")
+        find_artifact(root, "compile_cache", "cpu", other, CompileCacheManifest, "make it")
 
 
 @pytest.mark.parametrize("content", [None, b'{"a', b'{"lost": "0000000000000000"}'])
@@ -155,7 +155,7 @@ def test_a_lost_or_torn_current_json_is_rebuilt(root: Path, recipe: Recipe, cont
     if content is not None:
         current.write_bytes(content)
 
-    assert find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make") == artifact
+    assert find_artifact(root, "compile_cache", "cpu", recipe, CompileCacheManifest, "make") == artifact
 
 
 def test_current_json_is_not_rebuilt_past_a_damaged_manifest(root: Path, recipe: Recipe) -> None:
@@ -166,7 +166,7 @@ def test_current_json_is_not_rebuilt_past_a_damaged_manifest(root: Path, recipe:
     (newest.path.parent / CURRENT).unlink()
 
     with pytest.raises(ArtifactError, match=f"{newest.path.name}/{MANIFEST}: damaged"):
-        find_artifact(root, "compile_cache", "small", recipe, CompileCacheManifest, "make")
+        find_artifact(root, "compile_cache", "cpu", recipe, CompileCacheManifest, "make")
 
 
 ROUNDS, WRITERS = 12, 4

@@ -178,7 +178,7 @@ def test_the_stage_publishes_a_split_model_s_graphs_and_has_nothing_to_do_again(
     neuronx_cc.behave(compiler)
     assert main(command) == 0
     assert "7 graphs" in capsys.readouterr().out
-    (cache,) = (tmp_path / "fsx" / "compile_cache" / "small").glob("*/graphs/neuronxcc-*")
+    (cache,) = (tmp_path / "fsx" / "compile_cache" / "xla").glob("*/graphs/neuronxcc-*")
     assert {path.name for path in cache.glob("MODULE_*/*")} == {GRAPH, FLAGS, NEFF, DONE}
 
     calls = len(neuronx_cc.read_calls(compiler))

@@ -128,6 +128,15 @@ def test_a_compile_cache_of_another_program_is_named(place: Path, doctor: Doctor
     assert f"next: {shell_command('services.compiler', 'compile')}" in output
 
 
+def test_a_recipe_of_another_name_has_the_cache_of_its_program(place: Path, doctor: Doctor) -> None:
+    cache, recipe = publish_cache(place), place / "small.toml"
+    recipe.write_text(recipe.read_text().replace('name = "small"', 'name = "renamed"'))
+
+    exit_code, output = doctor(*COMPILED, "--quick")
+
+    assert (exit_code, str(cache.path) in output) == (0, True), output
+
+
 def test_what_a_run_has_lost_and_what_holds_it_is_named(place: Path, doctor: Doctor) -> None:
     """A damaged checkpoint, a stop file and another command's lock are warnings, but not if no checkpoint is left."""
     newest, older = (checkpoints(place / "fsx")[f"step-{step:08d}"] for step in (10, 5))

@@ -87,7 +87,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_cache_holds_the_graphs_of_each_model_and_those_that_all_share(compiled: Path) -> None:
     """On TorchNeuron a graph lists the workers of its model. A graph that depended on the rank would be counted too."""
-    [cache] = compiled.parent.glob("fsx/compile_cache/small/*/")
+    [cache] = compiled.parent.glob("fsx/compile_cache/neuron/*/")
     manifest = open_artifact(cache, CompileCacheManifest).manifest
     neffs = [entry.path for entry in manifest.files if entry.path.endswith(".neff")]
     num_updates = len(neffs) - 2 * GRAPHS_OF_A_MODEL
