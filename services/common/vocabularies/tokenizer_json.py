@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
@@ -34,12 +33,6 @@ def read_added_tokens(content: bytes) -> list[AddedToken]:
     """Return the added tokens of a file that tokenizers reads."""
     fields = json.loads(content).get("added_tokens") or []
     return [AddedToken(**{name: value for name, value in token.items() if name != "id"}) for token in fields]
-
-
-def read_rules(content: bytes) -> dict[str, Any]:
-    """Return the fields of a tokenizer.json that decide the ids of a text, without those that put ids around it."""
-    fields: dict[str, Any] = json.loads(load_tokenizer(content).to_str())
-    return {name: value for name, value in fields.items() if name != "post_processor"}
 
 
 def _require_ids_for_any_text(tokens: Sequence[AddedToken]) -> None:

@@ -30,7 +30,7 @@ from services.common.errors import ArtifactError
 from services.common.problem_list import list_names
 from services.common.program.transformer import parameter_shapes
 from services.common.recipe.schema import Model
-from services.trainer.conversion.hugging_face import require_finite, require_model
+from services.trainer.conversion.hugging_face import require_finite, require_model, require_tied
 
 METADATA = ".metadata"
 HUGGING_FACE, TORCHTITAN = "model.embed_tokens.weight", "tok_embeddings.weight"
@@ -67,7 +67,8 @@ _ALLOWED = {
 class DcpWeights:
     """Joins full weights from the chunks of all ranks, one weight at a time.
 
-    Raises `ArtifactError` unless the checkpoint has the model's weights.
+    Raises `ArtifactError` unless the checkpoint has the model's weights, and `RecipeError` for a tied head that is not
+    the embedding.
     """
 
     def __init__(self, folder: Path, model: Model) -> None:
@@ -78,14 +79,14 @@ class DcpWeights:
             if isinstance(stored, TensorStorageMetadata)
         }
         self._names, self.is_torchtitans = find_model(folder, tensors)
-        self._shapes = parameter_shapes(model)
-        found = {name: tensors[stored] for name, stored in self._names.items()}
-        require_model(folder, {name: (each.properties.dtype, each.size) for name, each in found.items()}, self._shapes)
+        self._found, shapes = {name: tensors[stored] for name, stored in self._names.items()}, parameter_shapes(model)
+        require_model(folder, {name: (each.properties.dtype, each.size) for name, each in self._found.items()}, shapes)
+        require_tied(folder, shapes, self._found, self.read)
 
     def read(self, name: str) -> Tensor:
         """Read a full parameter by Hugging Face's name, in float32."""
         stored = self._names[name]
-        weight = torch.full(self._shapes[name], math.nan)  # values that no chunk has are seen as not finite
+        weight = torch.full(self._found[name].size, math.nan)  # values that no chunk has are seen as not finite
         try:
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # there is no process group
                 planner = DefaultLoadPlanner(flatten_state_dict=False)

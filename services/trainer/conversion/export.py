@@ -98,7 +98,7 @@ def _write(
     _write_json(folder / CONFIG, export_config(run.recipe, model, vocabulary, dtype, imported))
     if imported and imported.generation_config:
         _write_json(folder / GENERATION_CONFIG, imported.generation_config)
-    write_tokenizer(folder, run.corpus, vocabulary_file(run), imported.tokenizer_config if imported else {})
+    write_tokenizer(folder, run.corpus, vocabulary_file(run.corpus), imported.tokenizer_config if imported else {})
     shapes = parameter_shapes(run.recipe.model)
     readers = [ShardReader(checkpoint, shapes) for checkpoint in checkpoints]
 

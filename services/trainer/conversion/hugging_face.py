@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, RecipeError
+from services.common.program.initial_weights import VOCABULARY_WEIGHTS
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = VOCABULARY_WEIGHTS
 FILE_ELEMENTS = 2**30
 """Largest number of elements in a file that is written: 4 GiB of float32. Writing needs twice that memory."""
 WEIGHT_DTYPES = ("F32", "BF16", "F16", torch.float32, torch.bfloat16, torch.float16)
@@ -55,7 +57,8 @@ def write_weights(
 class HuggingFaceWeights:
     """The weights in a folder, in one file or in those of an index.
 
-    Raises `ArtifactError` unless they have the names and `shapes`, and a type that float32 holds exactly.
+    Raises `ArtifactError` unless they have the names and `shapes`, and a type that float32 holds exactly; `RecipeError`
+    for a tied head that is not the embedding.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, torch.Size], opened: ExitStack) -> None:
@@ -69,6 +72,7 @@ class HuggingFaceWeights:
             self._files |= dict.fromkeys(tensors.keys(), tensors)
         headers = {name: tensors.get_slice(name) for name, tensors in self._files.items()}
         require_model(folder, {name: (each.get_dtype(), each.get_shape()) for name, each in headers.items()}, shapes)
+        require_tied(folder, shapes, self._files, self.read)
 
     def read(self, name: str) -> Tensor:
         """Read a weight as float32. Raises `ArtifactError` for values that are not finite."""
@@ -115,8 +119,17 @@ def require_names(folder: Path, found: Mapping[str, object], expected: Mapping[s
 
 
 def _is_redundant(name: str) -> bool:
-    """A tied head is the embedding, and rotary frequencies are configured."""
-    return name == "lm_head.weight" or name.endswith(".rotary_emb.inv_freq")
+    """A tied head is the embedding, as `require_tied` makes sure, and rotary frequencies are configured."""
+    return name == HEAD or name.endswith(".rotary_emb.inv_freq")
+
+
+def require_tied(folder: Path, shapes: Container[str], found: Container[str], read: Callable[[str], Tensor]) -> None:
+    """Raise `RecipeError` where the weights found for a tied model have a head that is not their embedding."""
+    if HEAD in found and HEAD not in shapes and not torch.equal(read(HEAD), read(EMBEDDING)):
+        raise RecipeError(
+            f"{folder}: {HEAD} differs from {EMBEDDING}, and model.tie_word_embeddings has them tied. transformers "
+            f"keeps both, whatever config.json says: set tie_word_embeddings = false there and in the recipe's model."
+        )
 
 
 def require_finite(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -21,10 +21,10 @@ import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 
-from services.common.artifacts.corpus import CorpusManifest, Split, Vocabulary
+from services.common.artifacts.corpus import CorpusManifest, Split, Vocabulary, VocabularyKind
 from services.common.artifacts.corpus_rows import map_files
 from services.common.artifacts.store import Artifact
-from services.common.errors import ArtifactError
+from services.common.errors import ArtifactError, RecipeError
 from services.common.vocabularies.codec import Codec, load_codec
 from services.common.vocabularies.fuzz import fuzz_of_vocabulary
 from services.common.vocabularies.hugging_face import find_bos_and_eos, load_folder
@@ -41,6 +41,12 @@ VOCABULARY_FOLDER = "vocabulary"
 FUZZ_TEXTS = 1_000
 CHECKED_TOKENS = 2**20
 """Number of validation tokens, in whole documents, that are encoded again: 5 seconds."""
+_FORMS: dict[str, VocabularyKind] = {
+    "tokenizer.json": "tokenizer_json",
+    "tokenizer.model": "sentencepiece",
+    "tokenizer.tiktoken": "tiktoken",
+}
+"""Kinds of the tokenizers that are one file, by its usual name."""
 _SPACE_PIECE = "\u2581"
 _SHOWN_CHARACTERS = 200
 _BUILD_ANOTHER_TOKENIZER = {
@@ -68,7 +74,6 @@ def write_tokenizer(
     """
     payload, name = corpus.manifest.corpus, vocabulary_file.name
     vocabulary, codec = payload.vocabulary, load_codec(vocabulary_file, payload.vocabulary)
-    split: Split = "validation" if payload.splits["validation"].documents else "train"
     given = {name: vocabulary_file.read_bytes()}
     if vocabulary.kind == "hugging_face":
         given = {path.name: path.read_bytes() for path in vocabulary_file.parent.iterdir()}
@@ -81,9 +86,10 @@ def write_tokenizer(
             tokenizer = make_tokenizer(files[name], vocabulary)
             encode, before = (lambda text: tokenizer.encode(text).ids), [vocabulary.bos_id]
         texts = [text.decode() for text in fuzz_of_vocabulary(vocabulary_file, vocabulary, FUZZ_TEXTS)]
-        first = vocabulary.num_special_tokens - 1
-        texts += [codec.decode(ids[first:-1].tolist()) for ids in sample_documents(corpus, split, CHECKED_TOKENS)]
-        _require_same_ids(encode, codec, before, texts)
+        texts += _sample_texts(corpus, codec)
+        if different := _find_difference(encode, lambda text: [*before, *codec.encode(text)], texts):
+            library = "as by the vocabulary's library"
+            raise InconvertibleVocabularyError(f"tokenizers {tokenizers.__version__} {different} {library}.")
     except InconvertibleVocabularyError as error:
         logger.warning("no tokenizer is exported: %s", error)
         for each in files:
@@ -181,17 +187,59 @@ def _tokenizer_config(
     }
 
 
-def _require_same_ids(
-    encode: Callable[[str], list[int]], codec: Codec, before: Sequence[int | None], texts: Iterable[str]
-) -> None:
+def require_same_vocabulary(folder: Path, corpus: Artifact[CorpusManifest], vocabulary_file: Path) -> None:
+    """Raise `RecipeError` where the tokenizer of a model's folder gives other ids than the corpus's.
+
+    The texts are those of the corpus's ids, one by one and in its documents. A tokenizer in the corpus's own form
+    decides; without one, any other form that gives the ids is enough, as their edges differ.
+    """
+    ours, places = corpus.manifest.corpus.vocabulary, (folder, folder / VOCABULARY_FOLDER)
+    own = {place / vocabulary_file.name: ours.kind for place in places}
+    others = {place / name: kind for place in places for name, kind in _FORMS.items()}
+    forms = [{path: kind for path, kind in each.items() if path.exists()} for each in (own, others)]
+    if not any(forms):
+        logger.warning("%s: has no tokenizer to compare: its weights must know the ids of %s", folder, corpus.path)
+        return
+    codec = load_codec(vocabulary_file, ours)
+    texts = [*(codec.decode([number]) for number in range(ours.vocab_size)), *_sample_texts(corpus, codec)]
+    problems = []
+    for path, kind in (forms[0] or forms[1]).items():
+        try:
+            theirs = load_codec(path, ours.model_copy(update={"kind": kind}))
+            difference = _find_difference(theirs.encode, codec.encode, texts)
+        except ArtifactError as error:
+            difference = str(error).rstrip(".")
+        if not difference:
+            return
+        place = path.parent if kind == "hugging_face" else path
+        problems.append(
+            f"{place}: {difference}. The weights read the ids of this tokenizer, and the corpus has those of another. "
+            f'Tokenize with `[tokenizer] model = "{place}"`.'
+        )
+    raise RecipeError(problems[0])
+
+
+def _sample_texts(corpus: Artifact[CorpusManifest], codec: Codec) -> list[str]:
+    """Decode documents of the validation split, or of the training split where that has none."""
+    payload = corpus.manifest.corpus
+    split: Split = "validation" if payload.splits["validation"].documents else "train"
+    first = payload.vocabulary.num_special_tokens - 1
+    return [codec.decode(ids[first:-1].tolist()) for ids in sample_documents(corpus, split, CHECKED_TOKENS)]
+
+
+def _find_difference(
+    encode: Callable[[str], list[int]], expected: Callable[[str], list[Any]], texts: Iterable[str]
+) -> str:
+    """Return what is encoded with other ids than expected; empty where nothing is."""
     for text in texts:
-        found, expected = encode(text), [*before, *codec.encode(text)]
-        if found != expected:
-            at = next(at for at, (a, b) in enumerate(zip_longest(found, expected)) if a != b)
-            raise InconvertibleVocabularyError(
-                f"tokenizers {tokenizers.__version__} encodes {text[:_SHOWN_CHARACTERS]!r} from position {at:,} on as "
-                f"{found[at : at + 8]}, expected {expected[at : at + 8]} as by the vocabulary's library."
+        found, wanted = encode(text), expected(text)
+        if found != wanted:
+            at = next(at for at, (a, b) in enumerate(zip_longest(found, wanted)) if a != b)
+            return (
+                f"encodes {text[:_SHOWN_CHARACTERS]!r} from position {at:,} on as {found[at : at + 8]}, expected "
+                f"{wanted[at : at + 8]}"
             )
+    return ""
 
 
 def _from_sentencepiece(content: bytes) -> Tokenizer:

@@ -13,22 +13,20 @@ from torch import Tensor
 
 from services.common.artifacts.checkpoint import CheckpointManifest, CheckpointPayload, ShardOrigin, shard_name
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import listed_file
 from services.common.artifacts.manifest import FileEntry
-from services.common.artifacts.store import Draft, commit, make_partial
+from services.common.artifacts.store import Draft, commit, make_partial, open_artifact
 from services.common.errors import ArtifactError, RecipeError, unreadable
 from services.common.program.state import StateSlice
 from services.common.program.transformer import parameter_shapes
-from services.common.vocabularies.hugging_face import load_folder
-from services.common.vocabularies.tokenizer_json import read_rules
 from services.trainer.checkpoints.index import tabulate, write_index
 from services.trainer.checkpoints.shards import pack_shard, write_packed
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.conversion.configuration import CONFIG, read_imported, require_same_model
 from services.trainer.conversion.hugging_face import INDEX, WEIGHTS, HuggingFaceWeights, group_parameters
 from services.trainer.conversion.nxd.checkpoint import BEGUN, MODEL, NxdWeights
-from services.trainer.conversion.tokenizer import VOCABULARY_FOLDER
+from services.trainer.conversion.tokenizer import require_same_vocabulary
 from services.trainer.job import Job
+from services.trainer.runs.run import vocabulary_file
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +47,8 @@ def import_weights(job: Job, folder: Path) -> Path:
     with ExitStack() as opened:
         try:
             imported = read_imported(folder)
-            _require_same_vocabulary(folder, job)
+            corpus = open_artifact(job.corpus.path, CorpusManifest)
+            require_same_vocabulary(folder, corpus, vocabulary_file(corpus))
             read = _open_weights(folder, job, shapes, opened)
             _require_named(folder, digest_weights(shapes, read), recipe.train.initial_weights)
         except OSError as error:
@@ -128,48 +127,6 @@ def _require_named(folder: Path, digest: str, named: str | None) -> None:
         f"{folder}: has the weights {digest}, but {what}. They decide the run, so the recipe must name them:\n\n"
         f'  [train]\n  initial_weights = "{digest}"\n\nThen run the same command.'
     )
-
-
-def _require_same_vocabulary(folder: Path, job: Job) -> None:
-    vocabulary = job.corpus.payload.vocabulary
-    name = Path(vocabulary.path).name
-    if vocabulary.kind == "hugging_face":
-        if (folder / name).exists() and not _have_same_tokens(folder, (job.corpus.path / vocabulary.path).parent):
-            raise RecipeError(
-                f"{folder}: its tokenizer has other tokens than the corpus's, whose ids mean other text to these "
-                f'weights. Tokenize with `[tokenizer] model = "{folder}"`.'
-            )
-        return
-    for path in (folder / name, folder / VOCABULARY_FOLDER / name):
-        if not path.exists():  # the folder may have its vocabulary in another form
-            continue
-        content = path.read_bytes()
-        found = hashlib.sha256(content).hexdigest()
-        if found == vocabulary.sha256:
-            continue
-        ours = listed_file(job.corpus.path, CorpusManifest.read(job.corpus.path), vocabulary.path)
-        if vocabulary.kind == "tokenizer_json" and _have_same_rules(path, content, ours.read_bytes()):
-            continue
-        raise RecipeError(
-            f"{path}: is another tokenizer ({found[:12]}) than the corpus's ({vocabulary.sha256[:12]}): the ids of "
-            f'the corpus mean other text to these weights. Tokenize with `[tokenizer] model = "{path}"`.'
-        )
-
-
-def _have_same_tokens(folder: Path, ours: Path) -> bool:
-    try:
-        theirs = load_folder(folder).get_vocab()
-    except ArtifactError as error:
-        raise ArtifactError(f"{folder}: {error}") from error
-    return bool(theirs == load_folder(ours).get_vocab())
-
-
-def _have_same_rules(path: Path, content: bytes, ours: bytes) -> bool:
-    """Return whether two files tokenizer.json give the same ids; `export` changes what is around a text's ids."""
-    try:
-        return read_rules(content) == read_rules(ours)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{path}: not a tokenizer.json: {error}.") from error
 
 
 def _write_files(

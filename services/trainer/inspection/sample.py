@@ -21,7 +21,7 @@ class TextGenerator:
 
     def __init__(self, run: Run) -> None:
         self._vocabulary = run.corpus.manifest.corpus.vocabulary
-        self._codec = load_codec(vocabulary_file(run), self._vocabulary)
+        self._codec = load_codec(vocabulary_file(run.corpus), self._vocabulary)
         self._model = load_model(run)
         self._sequence_length = run.recipe.corpus.sequence_length
 

@@ -149,13 +149,13 @@ def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) 
     return Run(root, name, recipe, corpora, cache, described.parent, checkpoint)
 
 
-def vocabulary_file(run: Run) -> Path:
-    """Return the vocabulary file of the run's corpus; it and those beside it are verified.
+def vocabulary_file(corpus: Artifact[CorpusManifest]) -> Path:
+    """Return the vocabulary file of a corpus; it and those beside it are verified.
 
     Raises `ArtifactError` if one is damaged.
     """
-    manifest = run.corpus.manifest
+    manifest = corpus.manifest
     path = Path(manifest.corpus.vocabulary.path)
     beside = [entry.path for entry in manifest.files if Path(entry.path).parent == path.parent]
-    verify_files(run.corpus.path, manifest, paths=beside)
-    return run.corpus.path / path
+    verify_files(corpus.path, manifest, paths=beside)
+    return corpus.path / path

@@ -64,7 +64,7 @@ def test_an_exported_folder_gives_the_same_logits_through_from_pretrained(
     assert torch.equal(theirs(tokens_BS).logits, load_model(run).logits(tokens_BS))
     assert (type(theirs).__name__, theirs.config.architectures) == (architecture, [architecture])
     assert (theirs.config.bos_token_id, theirs.config.eos_token_id) == (1, 2)
-    ids = load_codec(vocabulary_file(run), run.corpus.manifest.corpus.vocabulary).encode("sentence 1 </s>")
+    ids = load_codec(vocabulary_file(run.corpus), run.corpus.manifest.corpus.vocabulary).encode("sentence 1 </s>")
     assert transformers.AutoTokenizer.from_pretrained(folder)("sentence 1 </s>").input_ids == [1, *ids]
 
 
@@ -158,7 +158,7 @@ def test_a_tokenizer_of_hugging_face_is_handed_on_and_back(tmp_path: Path, new_j
     run = open_run(job.root, job.run)
     folder = export(run, tmp_path / "hugging-face")
 
-    given = vocabulary_file(run).parent
+    given = vocabulary_file(run.corpus).parent
     assert all((folder / path.name).read_bytes() == path.read_bytes() for path in given.iterdir())
     config = transformers.AutoConfig.from_pretrained(folder)
     assert (config.bos_token_id, config.eos_token_id) == (None, 1)

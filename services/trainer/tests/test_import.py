@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import transformers
 
+from services.common.artifacts.corpus import VocabularyKind
 from services.common.errors import ArtifactError, RecipeError
 from services.common.program.transformer import parameter_shapes
 from services.common.recipe.presets import MODEL_PRESETS
@@ -22,10 +24,11 @@ from services.trainer.conversion.configuration import require_same_model
 from services.trainer.conversion.dcp import DcpWeights
 from services.trainer.conversion.export import export
 from services.trainer.conversion.hugging_face import HuggingFaceWeights
-from services.trainer.conversion.weight_import import digest_weights
+from services.trainer.conversion.weight_import import digest_weights, import_weights
 from services.trainer.inspection.sample import load_weights
+from services.trainer.job import Job
 from services.trainer.runs.run import open_run
-from services.trainer.tests.builders import NewJob, make_recipe, train_new, write_recipe
+from services.trainer.tests.builders import NewJob, make_recipe, train_here, train_new, write_recipe
 from services.trainer.tests.foreign_checkpoints import save
 from services.trainer.tests.runs import call_trainer, train_alone
 
@@ -49,21 +52,61 @@ def import_from(capfd: pytest.CaptureFixture[str], exported: Path, *options: str
     return call_trainer(capfd, recipe, root, f"--from={exported}", *options, command="import")
 
 
-def test_weights_of_an_exported_folder_fit_its_vocabulary_and_no_other(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], new_job: NewJob, exported: Path
-) -> None:
-    """The exported tokenizer.json is not the corpus's file: it puts BOS before a text."""
-    job = train_new(new_job, kind="tokenizer_json", train__max_steps="1")
-    folder = export(open_run(job.root, job.run), tmp_path / "hugging-face")
-    assert digest_in(import_from(capfd, folder)[1])
+SP, JSON, CONFIG = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 
-    tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["model"]["merges"].reverse()
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (exported / "tokenizer.model").write_bytes(b"another")
-    for each, place in ((folder, "tokenizer.json"), (exported, "tokenizer.model")):
-        code, printed = import_from(capfd, each)
-        assert (code, place in printed) == (2, True), printed
+
+@pytest.fixture(scope="module")
+def vocabularies(new_shared_job: NewJob) -> dict[VocabularyKind, Job]:
+    """A run of a step on a corpus of each kind of vocabulary. That of tokenizer.json is Hugging Face's, too."""
+    kinds: tuple[VocabularyKind, ...] = ("sentencepiece", "tokenizer_json", "hugging_face")
+    jobs = {kind: new_shared_job(f"of-{kind}", kind=kind, train__max_steps="1") for kind in kinds}
+    for job in jobs.values():
+        train_here(job)
+    return jobs
+
+
+@pytest.mark.parametrize(
+    ("corpus", "weights", "files", "refused"),
+    [
+        ("sentencepiece", "sentencepiece", (SP, JSON, CONFIG), ""),
+        ("sentencepiece", "sentencepiece", (SP,), ""),
+        ("sentencepiece", "sentencepiece", (JSON,), ""),
+        ("sentencepiece", "sentencepiece", (JSON, CONFIG), ""),
+        ("sentencepiece", "tokenizer_json", (JSON,), JSON),
+        ("sentencepiece", "hugging_face", (JSON, CONFIG), JSON),
+        ("tokenizer_json", "tokenizer_json", (JSON, CONFIG), ""),  # puts BOS before a text, as the corpus's does not
+        ("tokenizer_json", "hugging_face", (JSON, CONFIG), ""),
+        ("tokenizer_json", "sentencepiece", (JSON, CONFIG), JSON),
+        ("tokenizer_json", "sentencepiece", (SP, CONFIG), SP),
+        ("hugging_face", "tokenizer_json", (JSON,), ""),
+        ("hugging_face", "sentencepiece", (SP,), SP),
+        ("hugging_face", "sentencepiece", (SP, JSON, CONFIG), "."),
+        ("sentencepiece", "sentencepiece", (), ""),
+    ],
+)
+def test_weights_fit_a_corpus_with_their_ids_whatever_the_forms_of_both_tokenizers(
+    tmp_path: Path,
+    vocabularies: dict[VocabularyKind, Job],
+    corpus: VocabularyKind,
+    weights: VocabularyKind,
+    files: tuple[str, ...],
+    refused: str,
+) -> None:
+    job = vocabularies[weights]
+    folder = export(open_run(job.root, job.run), tmp_path / "hugging-face")
+    for name in {SP, JSON, CONFIG} - {*files}:
+        (folder / name).unlink(missing_ok=True)
+
+    with pytest.raises(RecipeError) as error:
+        import_weights(vocabularies[corpus], folder)
+
+    assert ("initial_weights" in str(error.value), f"{folder / refused}" in str(error.value)) == (not refused, True)
+
+
+def test_the_tokenizer_in_the_corpus_s_own_form_decides(capfd: pytest.CaptureFixture[str], exported: Path) -> None:
+    (exported / SP).write_bytes(b"another")
+    code, printed = import_from(capfd, exported)
+    assert (code, SP in printed) == (2, True), printed
 
 
 def digest_in(printed: str) -> str:
@@ -216,6 +259,29 @@ def test_other_weights_are_refused(tmp_path: Path, change: Change, place: str, i
 
     with pytest.raises(ArtifactError, match=place):
         read_all()
+
+
+@pytest.mark.parametrize("is_dcp", [False, True], ids=["safetensors", "DCP"])
+def test_a_tied_model_s_head_that_is_not_the_embedding_is_refused(
+    capfd: pytest.CaptureFixture[str], exported: Path, is_dcp: bool
+) -> None:
+    """transformers keeps such a head, too."""
+    tied = {"tie_word_embeddings": True}
+    config, file = json.loads((exported / "config.json").read_text()), exported / "model.safetensors"
+    (exported / "config.json").write_text(json.dumps(config | tied))
+    found, weights = [], safetensors.torch.load_file(file)
+    for head in (weights["lm_head.weight"], weights["model.embed_tokens.weight"].clone()):
+        held = {**weights, "lm_head.weight": head}
+        safetensors.torch.save_file(held, file, metadata={"format": "pt"})
+        model = transformers.AutoModelForCausalLM.from_pretrained(exported)
+        assert torch.equal(model.lm_head.weight, head)
+        if is_dcp:
+            shutil.rmtree(exported / "dcp", ignore_errors=True)
+            save(exported / "dcp", held)
+        folder = exported / "dcp" if is_dcp else exported
+        found.append(import_from(capfd, exported, "--model.tie_word_embeddings=true", f"--from={folder}")[1])
+    assert ["tie_word_embeddings = false" in printed for printed in found] == [True, False]
+    assert digest_in(found[1])
 
 
 @pytest.mark.parametrize(
