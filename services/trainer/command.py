@@ -303,6 +303,9 @@ def export_model(
     dtype: Annotated[
         str, typer.Option(callback=one_of(DTYPES), help=f"type of the weights: {', '.join(DTYPES)}")
     ] = "float32",
+    keep_padding: Annotated[
+        bool, typer.Option("--keep-padding", help="write the embedding rows past the tokenizer's ids, too")
+    ] = False,
     format: Annotated[Literal["hugging-face", "nxd"], typer.Option()] = "hugging-face",
     tensor_parallel_size: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="nxd: number of ranks, one file for each")
@@ -331,7 +334,7 @@ def export_model(
     elif tensor_parallel_size or kv_size_multiplier or qkv_linear or fuse_qkv:
         context.fail("--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv need --format nxd.")
     run = open_own_run(read_given(context, recipe_path, root), corpus_path)
-    print(export(run, output, nxd, average_last=average_last, dtype=dtype))
+    print(export(run, output, nxd, average_last=average_last, dtype=dtype, keep_padding=keep_padding))
     return 0
 
 

@@ -7,6 +7,7 @@ again, apart from what the recipe has changed.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,27 @@ def read_imported(folder: Path) -> ImportedModel:
         generation_config=_read_object(folder / GENERATION_CONFIG),
         tokenizer_config=tokenizer,
     )
+
+
+def cut_ids(imported: ImportedModel, num_rows: int) -> ImportedModel:
+    """Return the configuration without special tokens whose ids have no row in a model of `num_rows`."""
+    config, generation = (_with_rows(each, num_rows) for each in (imported.config, imported.generation_config))
+    gone = {name.removesuffix("_id") for name in imported.config.keys() - config.keys()}
+    tokenizer = {name: value for name, value in imported.tokenizer_config.items() if name not in gone}
+    if added := tokenizer.get("added_tokens_decoder"):
+        tokenizer["added_tokens_decoder"] = {number: each for number, each in added.items() if int(number) < num_rows}
+    return ImportedModel(config=config, generation_config=generation, tokenizer_config=tokenizer)
+
+
+def _with_rows(settings: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
+    """Return the settings without those of the ids of special tokens from `num_rows` on."""
+    ids = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in settings.items()
+        if name.endswith("_token_id")
+    }
+    gone = [name for name, each in ids.items() if any(isinstance(one, int) and one >= num_rows for one in each)]
+    return {name: value for name, value in settings.items() if name not in gone}
 
 
 def _content_of(token: Any) -> Any:

@@ -8,6 +8,7 @@ annealing phase.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from services.common.recipe.schema import Model
 from services.trainer.checkpoints.lookup import open_checkpoint, require_of_run, verify_checkpoint
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.checkpoints.steps import checkpoint_steps
-from services.trainer.conversion.configuration import CONFIG, GENERATION_CONFIG, export_config
+from services.trainer.conversion.configuration import CONFIG, GENERATION_CONFIG, cut_ids, export_config
 from services.trainer.conversion.hugging_face import write_weights
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
@@ -39,6 +40,8 @@ PROVENANCE = "provenance.json"
 """Names the run, and the checkpoints whose mean the weights are."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+logger = logging.getLogger(__name__)
+
 
 def export(
     run: Run,
@@ -47,11 +50,12 @@ def export(
     *,
     average_last: int = 1,
     dtype: str = "float32",
+    keep_padding: bool = False,
 ) -> Path:
     """Make the folder `output` with config.json, weights in `dtype` and the tokenizer; it is complete or absent.
 
-    A model that was imported has the number of embedding rows that it had; others have one for each id. With a layout
-    the weights are an NxD checkpoint, and `output` is its tag's folder.
+    Embedding and head have a row for each id, and with `keep_padding` the model's rows of padding, to which other
+    programs give a probability. With a layout the weights are an NxD checkpoint, and `output` is its tag's folder.
 
     Raises `ArtifactError` for weights that are not finite, and where the run has fewer checkpoints than `average_last`;
     `RecipeError` where `output` exists or `dtype` cannot hold the weights.
@@ -63,7 +67,7 @@ def export(
     with tempfile.TemporaryDirectory(prefix=".export-", dir=output.parent) as scratch:
         partial = Path(scratch) / output.name
         partial.mkdir()
-        _write(run, checkpoints, partial, nxd, dtype)
+        _write(run, checkpoints, partial, nxd, dtype, keep_padding)
         for path in (*partial.rglob("*"), partial):
             sync_folder(path)  # files, too
         partial.rename(output)
@@ -92,9 +96,11 @@ def _write(
     folder: Path,
     nxd: NxdLayout | None,
     dtype: str,
+    keep_padding: bool,
 ) -> None:
     vocabulary, imported = run.corpus.manifest.corpus.vocabulary, run.checkpoint.manifest.checkpoint.imported
-    model = _exported_model(run, nxd)
+    model = _exported_model(run.recipe.model, nxd, keep_padding)
+    imported = imported and cut_ids(imported, model.num_vocab_rows)
     _write_json(folder / CONFIG, export_config(run.recipe, model, vocabulary, dtype, imported))
     if imported and imported.generation_config:
         _write_json(folder / GENERATION_CONFIG, imported.generation_config)
@@ -122,11 +128,17 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2), encoding="utf-8")
 
 
-def _exported_model(run: Run, nxd: NxdLayout | None) -> Model:
-    """Return the run's model with the embedding rows of an export; NxD's ranks need equal parts of them."""
-    model, is_imported = run.recipe.model, run.checkpoint.manifest.checkpoint.imported is not None
-    rows = model.num_vocab_rows if is_imported else model.vocab_size
-    return model.model_copy(update={"padded_vocab_size": rows + (-rows % nxd.tensor_parallel_size if nxd else 0)})
+def _exported_model(model: Model, nxd: NxdLayout | None, keep_padding: bool) -> Model:
+    """Return the model with the embedding rows of an export, and tell them; NxD's ranks need equal parts of them."""
+    held, ids = model.num_vocab_rows, model.vocab_size
+    rows = held if keep_padding else ids
+    rows += -rows % nxd.tensor_parallel_size if nxd else 0
+    if rows > ids:
+        padding = "the others are padding, to which other programs give a probability: their loss is not the run's"
+        logger.warning("embedding and head have %s rows for %s ids; %s", f"{rows:,}", f"{ids:,}", padding)
+    elif held > ids:
+        logger.info("embedding and head lose %s rows of padding; --keep-padding keeps them", f"{held - ids:,}")
+    return model.model_copy(update={"padded_vocab_size": rows})
 
 
 def _read_mean(readers: Sequence[ShardReader], name: str) -> Tensor:

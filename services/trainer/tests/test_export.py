@@ -32,6 +32,7 @@ from services.trainer.inspection.sample import TextGenerator, load_model, load_w
 from services.trainer.job import Job
 from services.trainer.runs.run import Run, open_run, vocabulary_file
 from services.trainer.tests.builders import LLAMA_3_1, QWEN_3, NewJob, train_here, train_new, write_recipe
+from services.trainer.tests.evaluated import evaluate_here, target_losses
 from services.trainer.tests.runs import call_trainer, flip_a_bit
 
 
@@ -263,12 +264,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "config.json": {**LLAMA, "vocab_size": 320, "pad_token_id": 300, "max_position_embeddings": 8},
         "tokenizer_config.json": {"pad_token": "<pad>", "added_tokens_decoder": {"300": PAD}, "model_max_length": 8},
     },
+    "rows of padding, tied": {
+        "config.json": {**LLAMA, "vocab_size": 320, "tie_word_embeddings": True, "max_position_embeddings": 8},
+    },
 }
 RECIPES: dict[str, dict[str, str]] = {
     "Llama 3.1, instruct": LLAMA_3_1,
     "transformers 5": {"model__tie_word_embeddings": "true"},
     "Qwen3": QWEN_3,
     "rows of padding, one of them for a pad token": {"model__padded_vocab_size": "320"},
+    "rows of padding, tied": {"model__padded_vocab_size": "320", "model__tie_word_embeddings": "true"},
 }
 
 
@@ -318,7 +323,7 @@ def test_a_model_has_its_bytes_again_and_after_training_its_configuration(
     if "generation_config.json" in PUBLISHED[name]:
         generation = transformers.GenerationConfig.from_pretrained(published).to_dict()
     theirs = safetensors.torch.load_file(published / "model.safetensors")
-    untrained = export(opened(job), tmp_path / "untrained", dtype="bfloat16")
+    untrained = export(opened(job), tmp_path / "untrained", dtype="bfloat16", keep_padding=True)
     ours = safetensors.torch.load_file(untrained / "model.safetensors")
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(tensor, ours[each]) for each, tensor in theirs.items())
@@ -326,7 +331,7 @@ def test_a_model_has_its_bytes_again_and_after_training_its_configuration(
     train_here(job)
     shutil.rmtree(job.checkpoint_collection / "step-00000000")
 
-    folder = export(opened(job), tmp_path / "exported", dtype="bfloat16")
+    folder = export(opened(job), tmp_path / "exported", dtype="bfloat16", keep_padding=True)
 
     after = transformers.AutoConfig.from_pretrained(folder).to_dict() | {"_name_or_path": ""}
     positions = max(16, before["max_position_embeddings"])  # those of the run's sequences, too
@@ -348,6 +353,22 @@ def test_a_model_has_its_bytes_again_and_after_training_its_configuration(
     assert tokenizer.chat_template == PUBLISHED[name].get("chat_template.jinja", wanted.get("chat_template"))
     if "pad_token_id" in PUBLISHED[name]["config.json"]:
         assert tokenizer.pad_token_id == after["pad_token_id"]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("rows of padding")])
+def test_the_loss_in_transformers_is_the_run_s_though_the_model_had_rows_of_padding(
+    tmp_path: Path, import_published: NewJob, name: str
+) -> None:
+    """A pad token in one of these rows goes with them."""
+    job = import_published(name, scale=1.0, train__max_steps="1")
+    train_here(job)
+
+    losses = target_losses(job, tmp_path / "exported")
+
+    assert evaluate_here(job, None, 10**6, **RECIPES[name]).loss == pytest.approx(losses.mean(), abs=1e-5)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "exported").pad_token_id is None
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert (len(tokenizer), tokenizer.pad_token) == (300, None)
 
 
 def test_a_branch_has_the_configuration_apart_from_what_it_changed(
@@ -387,7 +408,7 @@ def test_the_type_of_exported_weights_is_chosen_on_the_command_line_and_has_to_h
     assert not (tmp_path / "large").exists()
 
 
-def test_rows_of_padding_that_were_not_imported_are_cut_and_nxds_ranks_get_equal_parts(
+def test_rows_of_padding_are_cut_unless_asked_for_and_nxds_ranks_get_equal_parts(
     tmp_path: Path, new_job: NewJob
 ) -> None:
     odd = {"tokenizer__train__vocab_size": "301", "model__vocab_size": "301", "model__padded_vocab_size": "310"}
@@ -395,6 +416,7 @@ def test_rows_of_padding_that_were_not_imported_are_cut_and_nxds_ranks_get_equal
 
     folder = export(opened(job), tmp_path / "exported")
     nxd = export(opened(job), tmp_path / "nxd", NxdLayout(2, 2, qkv_linear=True))
+    whole = export(opened(job), tmp_path / "whole", keep_padding=True)
 
     head = safetensors.torch.load_file(folder / "model.safetensors")["lm_head.weight"]
     assert (read(folder)["vocab_size"], len(head)) == (301, 301)
@@ -402,6 +424,7 @@ def test_rows_of_padding_that_were_not_imported_are_cut_and_nxds_ranks_get_equal
     assert (read(nxd)["vocab_size"], [len(part) for part in parts]) == (302, [151, 151])
     assert torch.equal(torch.cat(parts)[:301], head)
     assert not parts[1][-1].any()
+    assert len(safetensors.torch.load_file(whole / "model.safetensors")["lm_head.weight"]) == 310
 
 
 @pytest.mark.parametrize("content", ["[]", "{"])
