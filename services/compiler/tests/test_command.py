@@ -77,6 +77,17 @@ def test_without_a_compiler_the_message_names_the_package(
     assert not (tmp_path / "fsx").exists()
 
 
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"])
+def test_a_variable_that_turns_compilation_off_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], variable: str
+) -> None:
+    options = ["--recipe", str(write_recipe(tmp_path)), "--root", str(tmp_path / "fsx")]
+    monkeypatch.setenv(variable, "1")
+    assert exit_code_of(lambda: main(options)) == 4
+    assert f"unset {variable}" in capfd.readouterr().err
+    assert not (tmp_path / "fsx").exists()
+
+
 def test_a_full_disk_exits_with_5_and_says_where(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "44k") as disk:
         process = start(disk)

@@ -16,6 +16,16 @@ def variables_of(
     }
 
 
+def require_compilation(environment: Mapping[str, str]) -> None:
+    """Raise `DeviceError` where a variable lets `torch.compile` return functions as they are."""
+    for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
+        if environment.get(name) == "1":
+            raise DeviceError(
+                f"{name}=1 is set, so torch compiles nothing, and the recipe has compile.enabled. Unset the variable "
+                f"(unset {name}), or run without compiled graphs: --compile.enabled=false"
+            )
+
+
 def require_flags(environment: Mapping[str, str], variable: str, flags: Sequence[str]) -> None:
     """Raise `DeviceError` where the environment's compiler flags are not those that a recipe gives."""
     expected = " ".join(flags)

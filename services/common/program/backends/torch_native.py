@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.common.program.backends.backend import Backend
+from services.common.program.backends.environment_facts import require_compilation
 from services.common.program.backends.inductor_facts import CACHE_VARIABLE, TRITON_CACHE_VARIABLE, inductor_facts
 from services.common.program.backends.native_device import (
     NATIVE_DEVICES,
@@ -76,6 +77,8 @@ class TorchNative(Backend):
 
     @staticmethod
     def facts(recipe: Recipe) -> dict[str, Any]:
+        if recipe.compile.enabled:
+            require_compilation(os.environ)
         is_of_inductor = NATIVE_DEVICES[recipe.parallel.device].compiler == "inductor"
         # With another compiler the host's CPU decides neither bits nor graphs.
         return device_facts(recipe) | (inductor_facts(recipe.compile.enabled) if is_of_inductor else {})
