@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.trainer.conversion.configuration import Dtype
 from services.trainer.conversion.export import export
 from services.trainer.runs.run import open_run
 from services.trainer.runs.status import find_run
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def load_checkpoint(run: str, root: str | Path = "fsx", dtype: Dtype = "float32") -> tuple[Any, Any]:

@@ -8,7 +8,7 @@ from services.common.process.stage_program import run_stage
 
 def main(argv: list[str]) -> int:
     with importing():
-        from services.compiler.command import main as command  # noqa: PLC0415 - takes seconds
+        from services.compiler.command import main as command  # noqa: PLC0415 - a stop during imports ends at once
 
     return command(argv)
 

@@ -26,12 +26,11 @@ from services.common.process.command_line import (
     read_given,
     run_app,
 )
+from services.common.process.entry_point import importing
 from services.common.process.progress import reporting_progress
 from services.common.process.telemetry import configure_logging
-from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
 from services.common.recipe.schema import fingerprint
-from services.compiler.compile import compile_graphs
 
 app = make_app(StageGroup)
 
@@ -65,6 +64,9 @@ def make_cache(
     if not recipe.compile.enabled:
         print("nothing to compile: the recipe has compile.enabled = false")
         return 0
+    with importing():
+        from services.common.program.fingerprint import program_facts
+        from services.compiler.compile import compile_graphs
     facts = program_facts(recipe)
     address = compile_cache_address(root, recipe, fingerprint(facts))
     with export_metrics((), root, launch, metrics_port, metrics_host):

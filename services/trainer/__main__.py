@@ -8,19 +8,10 @@ from services.common.process.stage_program import run_stage
 
 def main(argv: list[str]) -> int:
     with importing():
-        from services.trainer.command import main as command  # noqa: PLC0415 - takes seconds
+        from services.trainer.command import main as command  # noqa: PLC0415 - a stop during imports ends at once
 
     return command(argv)
 
 
-def start_and_run(argv: list[str]) -> int:
-    """Run `main` in a process of its own, whose launcher prepares for the workers during the imports."""
-    with importing():
-        from services.trainer.workers.start import prestart_workers  # noqa: PLC0415 - takes a fifth of a second
-
-        prestart_workers(argv)
-    return main(argv)
-
-
 if __name__ == "__main__":
-    run_stage("trainer", start_and_run)
+    run_stage("trainer", main)

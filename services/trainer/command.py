@@ -1,6 +1,7 @@
 """The commands of the trainer stage, which turns corpus/4 and compile_cache/1 into checkpoint/4 and run/1.
 
-`python -m services.trainer [COMMAND] --recipe FILE`; `train` is the default.
+`python -m services.trainer [COMMAND] --recipe FILE`; `train` is the default. A command imports what needs torch once
+its command line is right.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 import typer.models
@@ -33,13 +34,12 @@ from services.common.process.command_line import (
     Root,
     StageGroup,
     make_app,
-    one_of,
     read_given,
     run_app,
 )
+from services.common.process.entry_point import importing
 from services.common.process.progress import reporting_progress
 from services.common.process.telemetry import configure_logging
-from services.common.program.fingerprint import program_facts
 from services.common.recipe.derived import describe
 from services.common.recipe.schema import fingerprint
 from services.trainer.checkpoints.lookup import verify_sizes
@@ -53,18 +53,11 @@ from services.trainer.command_inputs import (
     open_own_corpus,
     open_own_run,
 )
-from services.trainer.conversion.export import DTYPES, export
-from services.trainer.conversion.nxd.layout import NxdLayout
-from services.trainer.conversion.weight_import import import_weights
-from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
-from services.trainer.inspection.checkpoint_content import inspect
-from services.trainer.inspection.doctor import doctor
+from services.trainer.conversion.configuration import Dtype
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
-from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job, RunCorpus
-from services.trainer.metrics.prometheus import RunCollector
 from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.report.comparison import compare_runs
 from services.trainer.report.run_report import write_report
@@ -73,7 +66,10 @@ from services.trainer.runs.run import Run, open_run, open_started_run
 from services.trainer.runs.start import describe_start
 from services.trainer.runs.status import find_run, list_runs
 from services.trainer.runs.summary import summarize
-from services.trainer.training import train_run
+from services.trainer.workers.start import prestart_workers
+
+if TYPE_CHECKING:
+    from services.trainer.inspection.sample import TextGenerator
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
@@ -135,6 +131,10 @@ def train(
         print(describe(recipe, corpus.payloads if isinstance(corpus, RunCorpus) else None, known))
         return 0
     require_backend(recipe.parallel.device)
+    with importing():
+        prestart_workers(recipe, launch)
+        from services.trainer.metrics.prometheus import RunCollector
+        from services.trainer.training import train_run
     job = open_job(given, open_own_corpus(given, corpus_path), cache, launch, allow_cold_compile=allow_cold_compile)
 
     @contextmanager
@@ -188,6 +188,8 @@ def run_doctor(
 ) -> int:
     """Check all requirements of a run and print the next steps."""
     given = read_given(context, recipe_path, root)
+    with importing():
+        from services.trainer.inspection.doctor import doctor
     return doctor(given, launch, corpus_path, cache, "size" if quick else "full")
 
 
@@ -247,7 +249,7 @@ def print_sample(
     if not 0 <= temperature < float("inf"):
         context.fail(f"--temperature {temperature} is not a number of at least 0.")
     run = open_own_run(read_given(context, recipe_path, root), corpus_path)
-    print(TextGenerator(run).generate(prompt, tokens, temperature, seed))
+    print(open_model(run).generate(prompt, tokens, temperature, seed))
     return 0
 
 
@@ -279,6 +281,9 @@ def evaluate(
         context.fail("--step and --checkpoint exclude each other.")
     given = read_given(context, recipe_path, root)
     require_backend(given.recipe.parallel.device)
+    with importing():
+        prestart_workers(given.recipe, launch)
+        from services.trainer.evaluation.checkpoint import describe_table, evaluate_checkpoint
     if checkpoint_path:
         checkpoint = open_artifact(checkpoint_path.absolute(), CheckpointManifest)
         verify_sizes(checkpoint)
@@ -300,9 +305,7 @@ def export_model(
     average_last: Annotated[
         int, typer.Option(metavar="K", min=1, help="write the mean of the weights of the last K checkpoints")
     ] = 1,
-    dtype: Annotated[
-        str, typer.Option(callback=one_of(DTYPES), help=f"type of the weights: {', '.join(DTYPES)}")
-    ] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="type of the weights")] = "float32",
     keep_padding: Annotated[
         bool, typer.Option("--keep-padding", help="write the embedding rows past the tokenizer's ids, too")
     ] = False,
@@ -330,10 +333,14 @@ def export_model(
             context.fail("--format nxd needs --tensor-parallel-size, such as --tensor-parallel-size 8.")
         if average_last > 1:
             context.fail("--average-last applies to --format hugging-face only: an NxD checkpoint continues a run.")
+        with importing():
+            from services.trainer.conversion.nxd.layout import NxdLayout
         nxd = NxdLayout(tensor_parallel_size, kv_size_multiplier or 1, qkv_linear, fuse_qkv)
     elif tensor_parallel_size or kv_size_multiplier or qkv_linear or fuse_qkv:
         context.fail("--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv need --format nxd.")
     run = open_own_run(read_given(context, recipe_path, root), corpus_path)
+    with importing():
+        from services.trainer.conversion.export import export
     print(export(run, output, nxd, average_last=average_last, dtype=dtype, keep_padding=keep_padding))
     return 0
 
@@ -356,6 +363,9 @@ def import_model(
 ) -> int:
     """Start a run with the weights of a Hugging Face folder, or of an NxD or a DCP checkpoint (torchtitan's)."""
     given = read_given(context, recipe_path, root)
+    with importing():
+        from services.common.program.fingerprint import program_facts
+        from services.trainer.conversion.weight_import import import_weights
     corpus, program = open_own_corpus(given, corpus_path), fingerprint(program_facts(given.recipe))
     job = new_job(given.root, given.recipe, corpus, None, program)
     with hold_lock(job.lock), adding_path(job.root):
@@ -371,6 +381,8 @@ def inspect_checkpoint(
     """Print the metadata and the tensors of a checkpoint."""
     given = read_given(context, recipe_path, root)
     checkpoint = open_own_checkpoint(given, corpus_path, step, "full")
+    with importing():
+        from services.trainer.inspection.checkpoint_content import inspect
     for line in inspect(checkpoint, given.recipe):
         print(line)
     return 0
@@ -397,6 +409,13 @@ def compare(
 
 def closing_sample(run: Run) -> str:
     """Let the model continue CLOSING_PROMPTS. This needs the memory of the model in float32."""
-    writer = TextGenerator(run)
+    writer = open_model(run)
     written = [writer.generate(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
     return "\n\n".join(f"> {text.strip()}" for text in written)
+
+
+def open_model(run: Run) -> TextGenerator:
+    """Load the run's newest model."""
+    with importing():
+        from services.trainer.inspection.sample import TextGenerator
+    return TextGenerator(run)

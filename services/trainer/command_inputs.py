@@ -13,7 +13,7 @@ from services.common.artifacts.upstream import find_cache, open_corpora, open_co
 from services.common.errors import ArtifactError
 from services.common.problem_list import list_problems
 from services.common.process.command_line import Given
-from services.common.program.fingerprint import explain_difference, program_facts
+from services.common.process.entry_point import importing
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.checkpoints.lookup import choose_checkpoint, verify_state
 from services.trainer.job import ALLOW_COLD_COMPILE, Job, RunCorpus, checkpoint_collection, describe_corpora, run_name
@@ -35,6 +35,8 @@ def open_cache(
 
     Raises `ArtifactError` if there is none, with the differences from the cache that exists.
     """
+    with importing():
+        from services.common.program.fingerprint import explain_difference, program_facts
     facts = program_facts(recipe)
     ours = fingerprint(facts)
     if not recipe.compile.enabled:

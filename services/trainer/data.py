@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from services.common.artifacts.token_stream import Samples
 from services.common.program.mesh import Mesh
-from services.common.program.micro_batch import MicroBatch
 from services.common.recipe.schema import Recipe
 
 if TYPE_CHECKING:
+    from services.common.program.micro_batch import MicroBatch
     from services.trainer.mixture import Mixture
 
 _ROUNDS = 6
@@ -82,6 +81,10 @@ def permute(positions: npt.NDArray[np.int64], size: int, seed: int, epoch: int) 
 
 def read_micro_batch(stream: Samples, samples: npt.NDArray[np.int64], recipe: Recipe) -> MicroBatch:
     """Read samples of a split as a micro-batch, with positions within documents where the recipe masks."""
+    import torch  # noqa: PLC0415 - takes a second, and the order of samples needs none
+
+    from services.common.program.micro_batch import MicroBatch  # noqa: PLC0415
+
     if recipe.train.attention_mask == "causal":
         return MicroBatch(torch.from_numpy(stream.read(samples)))
     documents = stream.read_documents(samples)

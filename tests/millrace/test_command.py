@@ -129,6 +129,33 @@ def test_every_program_prints_its_version_as_artifacts_record_it(program: str, s
 
 
 @pytest.mark.parametrize(
+    ("line", "exit_code"),
+    [
+        ("runs --root none", 3),
+        ("compare a,b", 2),
+        ("report no-such-run", 2),
+        ("export tiny-cpu", 2),  # without --output
+        ("plan no-such-recipe", 2),
+        ("plan tiny-cpu --model.hiddn_size=3", 2),
+        ("plan tiny-cpu --model.hidden_size=3", 2),
+        ("plan tiny-cpu", 0),
+        ("train tiny-cpu --max_steps=5", 2),
+        ("train tiny-cpu --train.max_step=5", 2),
+        ("train tiny-cpu --dry-run", 0),
+        ("compile tiny-cpu --train.max_step=5", 2),
+        ("tokenize tiny-cpu --train.max_step=5", 2),
+        *((f"{name} --help", 0) for name in COMMANDS),
+    ],
+)
+def test_an_answer_without_a_model_needs_no_torch(line: str, exit_code: int, tmp_path: Path) -> None:
+    done = run_python(["-m", "millrace", *shlex.split(line)], PYTHONPROFILEIMPORTTIME="1", TMPDIR=str(tmp_path))
+    assert done.returncode == exit_code, done.stdout
+    imported = {each.rpartition("|")[2].strip().partition(".")[0] for each in done.stdout.splitlines()}
+    assert "typer" in imported
+    assert imported & {"torch", "transformers", "tokenizers", "safetensors", "numba", "ray"} == set()
+
+
+@pytest.mark.parametrize(
     ("line", "extras"),
     [
         ("tokenize a.toml", "[tokenizer]"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from services.common.hardware.instance_types import TRN1, family_of
@@ -10,6 +11,8 @@ from services.common.recipe.schema import Recipe, key_value_copies
 
 Axis = Literal["data", "tensor", "key_value"]
 AXES: tuple[Axis, ...] = ("data", "tensor", "key_value")
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
 
 
 @dataclass(frozen=True)

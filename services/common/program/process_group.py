@@ -11,18 +11,16 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from services.common.errors import WorkersLost
+from services.common.program.mesh import COLLECTIVE_TIMEOUT
 
 R = TypeVar("R")
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Limit of one collective. A worker that waits for another worker's slowest compilation stays below it."""
 GLOO = "gloo"
 LAZY_CONNECTIONS = "TORCH_GLOO_LAZY_INIT"
 """Variable that lets gloo connect two workers when a collective first needs that. Otherwise each worker connects to all

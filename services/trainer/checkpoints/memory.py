@@ -34,7 +34,8 @@ from services.common.artifacts.files import find_damages, require_undamaged
 from services.common.artifacts.manifest import FileEntry, ManifestModel
 from services.common.errors import ArtifactError, LimitError, adding_path
 from services.common.launch.launcher import WorkerEnvironment
-from services.common.program.process_group import COLLECTIVE_TIMEOUT, ProcessGroup, connecting, naming_lost_workers
+from services.common.program.mesh import COLLECTIVE_TIMEOUT
+from services.common.program.process_group import ProcessGroup, connecting, naming_lost_workers
 from services.common.recipe.memory_estimate import memory_copy_bytes, show_size
 from services.trainer.checkpoints.shards import write_packed
 from services.trainer.checkpoints.steps import newest_step

@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from services.common.artifacts.checkpoint import ImportedModel
 from services.common.artifacts.corpus import Vocabulary
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Model, Recipe
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+"""A type of exported weights, by torch's name."""
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

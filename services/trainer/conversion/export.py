@@ -28,7 +28,7 @@ from services.common.recipe.schema import Model
 from services.trainer.checkpoints.lookup import open_checkpoint, require_of_run, verify_checkpoint
 from services.trainer.checkpoints.shards import ShardReader
 from services.trainer.checkpoints.steps import checkpoint_steps
-from services.trainer.conversion.configuration import CONFIG, GENERATION_CONFIG, cut_ids, export_config
+from services.trainer.conversion.configuration import CONFIG, GENERATION_CONFIG, Dtype, cut_ids, export_config
 from services.trainer.conversion.hugging_face import write_weights
 from services.trainer.conversion.nxd.checkpoint import write_nxd_model
 from services.trainer.conversion.nxd.layout import NxdLayout
@@ -38,7 +38,6 @@ from services.trainer.runs.run import Run, vocabulary_file
 
 PROVENANCE = "provenance.json"
 """Names the run, and the checkpoints whose mean the weights are."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ def export(
     nxd: NxdLayout | None = None,
     *,
     average_last: int = 1,
-    dtype: str = "float32",
+    dtype: Dtype = "float32",
     keep_padding: bool = False,
 ) -> Path:
     """Make the folder `output` with config.json, weights in `dtype` and the tokenizer; it is complete or absent.
@@ -95,7 +94,7 @@ def _write(
     checkpoints: Sequence[Artifact[CheckpointManifest]],
     folder: Path,
     nxd: NxdLayout | None,
-    dtype: str,
+    dtype: Dtype,
     keep_padding: bool,
 ) -> None:
     vocabulary, imported = run.corpus.manifest.corpus.vocabulary, run.checkpoint.manifest.checkpoint.imported
@@ -121,7 +120,7 @@ def _write(
         {"step": each.manifest.checkpoint.step, "content_digest": each.manifest.content_digest} for each in checkpoints
     ]
     _write_json(folder / PROVENANCE, {"run": run.checkpoint.manifest.name, "checkpoints": origin})
-    write_weights(folder, parameter_shapes(model), DTYPES[dtype], read)
+    write_weights(folder, parameter_shapes(model), getattr(torch, dtype), read)
 
 
 def _write_json(path: Path, value: object) -> None:
@@ -155,8 +154,8 @@ def _resize(weight_VD: Tensor, num_rows: int) -> Tensor:
     return torch.nn.functional.pad(weight_VD[:num_rows], (0, 0, 0, max(0, num_rows - len(weight_VD))))
 
 
-def _round(checkpoint: Path, name: str, weight: Tensor, dtype: str) -> Tensor:
-    rounded = weight.to(DTYPES[dtype])
+def _round(checkpoint: Path, name: str, weight: Tensor, dtype: Dtype) -> Tensor:
+    rounded = weight.to(getattr(torch, dtype))
     if num_bad := int((rounded.isinf() & ~weight.isinf()).sum()):
         raise RecipeError(
             f"{checkpoint}: {name}: {num_bad:,} of {weight.numel():,} values are too large for --dtype {dtype}. Pass "

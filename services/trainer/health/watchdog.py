@@ -17,10 +17,9 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from services.common.process.background_thread import running_in_background
-from services.common.program.process_group import ProcessGroup
 from services.trainer.health.heartbeats import (
     BETWEEN_PHASES,
     HEARTBEAT_SECONDS,
@@ -29,6 +28,9 @@ from services.trainer.health.heartbeats import (
     write_heartbeat,
 )
 from services.trainer.job import Job, rank_log
+
+if TYPE_CHECKING:
+    from services.common.program.process_group import ProcessGroup
 
 logger = logging.getLogger(__name__)
 

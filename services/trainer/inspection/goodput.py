@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from services.common.program.process_group import COLLECTIVE_TIMEOUT
+from services.common.program.mesh import COLLECTIVE_TIMEOUT
 from services.common.recipe.schema import Recipe
 from services.trainer.health.watchdog import limit_seconds
 

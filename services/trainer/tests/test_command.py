@@ -218,7 +218,7 @@ def test_training_succeeds_without_its_views_which_a_moved_root_has_too(
         raise MemoryError
 
     with monkeypatch.context() as small_machine:
-        small_machine.setattr("services.trainer.command.TextGenerator", out_of_memory)
+        small_machine.setattr("services.trainer.inspection.sample.TextGenerator", out_of_memory)
         small_machine.setattr("services.trainer.report.run_report.list_facts", out_of_memory)
         exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=2")
         assert exit_code == 0, output

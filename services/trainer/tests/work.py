@@ -70,8 +70,8 @@ def train_on_node_by(train: Callable[[Job, WorkerEnvironment], None], job: Job, 
 
 def train_slowly(job: Job, environment: WorkerEnvironment) -> None:
     """Train with a timeout of COLLECTIVE_SECONDS for collectives, while all work besides steps takes longer."""
-    process_group.COLLECTIVE_TIMEOUT = timedelta(seconds=COLLECTIVE_SECONDS)
     write, losses, patch = CheckpointWriter._write, Program._micro_losses, pytest.MonkeyPatch()
+    patch.setattr(process_group, "COLLECTIVE_TIMEOUT", timedelta(seconds=COLLECTIVE_SECONDS))
 
     def prepare_slowly(job: Job) -> None:
         if environment.rank == 1:  # as on a node with a large compile cache to copy

@@ -23,8 +23,8 @@ from services.common.program.backends.native_device import (
     require_device,
 )
 from services.common.program.backends.neuron_facts import cache_variables, trace_variables
-from services.common.program.mesh import AXES, Axis, Mesh, make_mesh
-from services.common.program.process_group import COLLECTIVE_TIMEOUT, GLOO, connecting, naming_lost_workers
+from services.common.program.mesh import AXES, COLLECTIVE_TIMEOUT, Axis, Mesh, make_mesh
+from services.common.program.process_group import GLOO, connecting, naming_lost_workers
 from services.common.program.reduction import RunningSum, Sum, TreeSum, sum_in_tree
 from services.common.program.snapshot import CudaSnapshots, Snapshots
 from services.common.recipe.schema import Device, Recipe
