@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from millrace.recipe import SHIPPED, find_recipe
+from millrace import TREE
+from millrace.recipe import find_recipe
 from services.common.errors import DeviceError
 
 RECIPE, RECIPES, DEPLOY = "--recipe", "recipe...", "deploy.commands"
@@ -80,10 +82,23 @@ def require_installed(call: Call) -> None:
     """Raise `DeviceError` where libraries of the program are not installed."""
     lacking = [extra for extra in list_extras(call) if find_spec(LIBRARIES[extra]) is None]
     if lacking:
-        raise DeviceError(
-            f"python -m {call.module} needs {', '.join(LIBRARIES[extra] for extra in lacking)}, expected from: "
-            f"pip install -e '{SHIPPED.parent}[{','.join(lacking)}]'"
-        )
+        libraries = ", ".join(LIBRARIES[extra] for extra in lacking)
+        raise DeviceError(f"python -m {call.module} needs {libraries}, expected from: {advise_install(*lacking)}")
+
+
+def advise_install(*extras: str) -> str:
+    """Return the command that installs extras of this package from where it was installed."""
+    import json  # noqa: PLC0415 - the help needs neither
+    from importlib.metadata import distribution  # noqa: PLC0415
+
+    pip = f"{sys.executable} -m pip install" if find_spec("pip") else f"uv pip install --python {sys.executable}"
+    if (TREE / "pyproject.toml").is_file():
+        return f"{pip} -e '{TREE}[{','.join(extras)}]'"
+    origin = json.loads(distribution("millrace").read_text("direct_url.json") or "{}")
+    url, commit = origin.get("url"), origin.get("vcs_info")
+    if commit:
+        url = f"{commit['vcs']}+{url}@{commit['commit_id']}"
+    return f"{pip} 'millrace[{','.join(extras)}]{f' @ {url}' if url else ''}'"
 
 
 def list_extras(call: Call) -> list[str]:

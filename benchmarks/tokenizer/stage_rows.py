@@ -88,7 +88,7 @@ def overlap_1(bench: BenchmarkFolder) -> RowMeasurement:
     from services.tokenizer.encode_task import EncodedPartitions, encode_partition  # noqa: PLC0415
     from services.tokenizer.ngram_overlap import count_overlap  # noqa: PLC0415
 
-    recipe = load_recipe(bench.write_recipe(1), {"corpus.validation_fraction": "0.01"})
+    recipe = load_recipe(bench.write_recipe(1), {"corpus.validation_fraction": 0.01})
     tasks, partitions = _plan_tasks(bench, recipe)
     watch = Watch()
     encoded = EncodedPartitions(partitions)

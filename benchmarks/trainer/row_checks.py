@@ -100,9 +100,9 @@ def _recipe(*, is_compiled: bool) -> Recipe:
     return load_recipe(
         RECIPE,
         {
-            "parallel.data_parallel_size": "1",
-            "batch.global_batch_size": str(batch.global_batch_size // 2),
-            "compile.enabled": str(is_compiled).lower(),
+            "parallel.data_parallel_size": 1,
+            "batch.global_batch_size": batch.global_batch_size // 2,
+            "compile.enabled": is_compiled,
         },
     )
 

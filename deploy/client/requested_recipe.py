@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,13 @@ from pydantic import ValidationError
 from deploy.client.outline import Outline
 from deploy.stage_contract import DEGREE
 from services.common.errors import RecipeError
-from services.common.recipe.file import RecipeSource, parse_recipe_source, read_override, read_recipe_source
+from services.common.recipe.file import (
+    RecipeSource,
+    parse_recipe_source,
+    read_override,
+    read_overrides,
+    read_recipe_source,
+)
 from services.common.recipe.schema import Stage
 
 TOKENIZER_NODES = "--cluster.tokenizer_nodes"
@@ -43,7 +48,7 @@ class RequestedRecipe:
         Raises `RecipeError` for a recipe from which the nodes of a stage cannot be read.
         """
         try:
-            return Outline.model_validate(self.source.values(recipe_overrides(self.arguments)), extra="ignore")
+            return Outline.model_validate(self.source.values(read_overrides(self.arguments)), extra="ignore")
         except ValidationError as error:
             wrong = [
                 f"{'.'.join(map(str, each['loc']))}: {each['msg']}, got {each['input']!r}" for each in error.errors()
@@ -74,7 +79,7 @@ class RequestedRecipe:
 
     def require_known(self) -> None:
         """Raise `RecipeError` for a key or a value that this checkout's stages do not take."""
-        self.source.validate(recipe_overrides(self.arguments))
+        self.source.validate(read_overrides(self.arguments))
 
     def describe(self) -> str:
         changed = f", with {' '.join(self.arguments)}" if self.arguments else ""
@@ -89,8 +94,3 @@ def read_requested_recipe(path: Path) -> RequestedRecipe:
 def parse_requested_recipe(text: str, origin: str) -> RequestedRecipe:
     """The recipe of an earlier deployment; `origin` names that deployment. Raises `RecipeError`."""
     return RequestedRecipe(parse_recipe_source(text.encode(), origin))
-
-
-def recipe_overrides(arguments: Sequence[str]) -> dict[str, str]:
-    """Keys and values of those options that override the recipe, such as `--train.max_steps=500`."""
-    return dict(filter(None, map(read_override, arguments)))

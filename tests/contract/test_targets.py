@@ -17,7 +17,7 @@ from deploy.batch.config import Config
 from deploy.batch.job_definition import Request, queue_of, read_container, render_job_definition
 from deploy.batch.resolved_job import resolve_job
 from deploy.client.request import DeployRequest
-from deploy.client.requested_recipe import read_requested_recipe, recipe_overrides
+from deploy.client.requested_recipe import read_requested_recipe
 from deploy.exit_codes import is_tried_again
 from deploy.stage_contract import DRAIN_VARIABLES, RAY_ENVIRONMENT, ROOT, SCRATCH, find_contract
 from images.platforms import REPOSITORY
@@ -28,6 +28,7 @@ from k8s.objects.attempt import render_rayjob
 from k8s.objects.worker_group import WorkerGroup, worker_group_of
 from services.common.artifacts.store import artifact_id
 from services.common.process.shutdown import DRAIN_TIMEOUT_VARIABLE
+from services.common.recipe.file import read_overrides
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE
 from services.common.recipe.schema import STAGES, WEBHOOK_VARIABLE, Recipe, Stage
 from tests.deploy.batch.builders import config_of, job_spec_of
@@ -151,10 +152,10 @@ def test_the_compiler_compiles_the_graphs_of_the_trainer_on_as_many_nodes(
         request = DeployRequest(stage, RECIPE, IMAGE, nodes)
         if target == "kuberay":
             found = resolve(images, group_of(manifests, stage, "trn1.32xlarge"), request)[0]
-            return RECIPE.source.validate(recipe_overrides(found.arguments)), found.nodes
+            return RECIPE.source.validate(read_overrides(found.arguments)), found.nodes
         spec = resolve_job(config_of(), images, request).spec
         assert spec.recipe
-        return RECIPE.source.validate(recipe_overrides(spec.recipe.arguments)), spec.nodes
+        return RECIPE.source.validate(read_overrides(spec.recipe.arguments)), spec.nodes
 
     (compiler, its_nodes), (trainer, nodes) = resolved("compiler", 2), resolved("trainer", 2)
     assert (nodes, trainer.parallel.num_workers) == (2, 2 * trainer.cluster.trainer_workers_per_node)

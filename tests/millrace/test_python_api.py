@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 
 import millrace
 from images.platforms import REPOSITORY
-from services.common.errors import ArtifactError, RecipeError
 from services.common.testing.commands import run_python
 from tests.small import write_notes, write_small_recipe
 
@@ -54,17 +54,40 @@ def test_a_corpus_gives_every_sample_once_and_travels_to_a_spawned_process(work:
         corpus[len(corpus)]
 
 
+LONGER = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
 @pytest.mark.parametrize(
-    ("overrides", "value"), [({"compile.enabled": False}, False), ({"compile.enabled": "true"}, True)]
+    ("overrides", "read", "value"),
+    [
+        ({"compile.enabled": False}, lambda recipe: recipe.compile.enabled, False),
+        ({"name": "2024"}, lambda recipe: recipe.name, "2024"),
+        ({"corpus.name": "1e5"}, lambda recipe: recipe.corpus.name, "1e5"),
+        ({"model.rope_scaling": LONGER}, lambda recipe: recipe.model.rope_scaling.model_dump(), LONGER),
+        ({"corpus.sources": [{"uri": "a"}, {"uri": "b"}]}, lambda recipe: recipe.corpus.sources[1].uri, "b"),
+        ({"train.mixture": {"python-docs": 2, "mine": 1}}, lambda recipe: recipe.train.mixture["mine"], 1),
+        ({"tokenizer.train": None, "tokenizer.model": "x"}, lambda recipe: recipe.tokenizer.train, None),
+        ({"model.rope_scaling": None}, lambda recipe: recipe.model.rope_scaling, None),
+    ],
 )
-def test_overrides_are_values_or_texts(overrides: dict[str, Any], value: bool) -> None:
-    assert millrace.load_recipe("tiny-cpu", overrides).compile.enabled is value
+def test_overrides_are_values_of_python(overrides: dict[str, Any], read: Callable[[Any], Any], value: Any) -> None:
+    assert read(millrace.load_recipe("tiny-cpu", overrides)) == value
+
+
+@pytest.mark.parametrize("overrides", [{"compile.enabled": "true"}, {"train.max_steps": "500"}])
+def test_a_text_is_no_number(overrides: dict[str, Any]) -> None:
+    with pytest.raises(millrace.RecipeError, match=next(iter(overrides))):
+        millrace.load_recipe("tiny-cpu", overrides)
+
+
+def test_dir_shows_what_the_package_offers() -> None:
+    assert set(dir(millrace)) >= {"load_recipe", "open_corpus", "load_checkpoint", "CorpusDataset", "RecipeError"}
 
 
 def test_what_is_missing_has_the_errors_of_the_commands(work: Path) -> None:
-    with pytest.raises(RecipeError):
+    with pytest.raises(millrace.RecipeError):
         millrace.load_recipe("no-such-recipe")
-    with pytest.raises(ArtifactError):
+    with pytest.raises(millrace.ArtifactError):
         millrace.open_corpus(millrace.load_recipe("tiny-cpu"), work / "elsewhere")
-    with pytest.raises(RecipeError):
+    with pytest.raises(millrace.RecipeError):
         millrace.load_checkpoint("no-such-run", work / "fsx")

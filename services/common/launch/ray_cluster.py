@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, chdir, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -48,7 +49,8 @@ def connect(num_cpus: int, resources: Mapping[str, float] | None = None) -> None
     # done. Ray itself blocks SIGINT in them.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     try:
-        with deferring_stop_signals():  # sets the command's handlers again, which Ray replaces
+        # Ray's workers look for modules in this process's directory first, where a person may have a folder `services`.
+        with chdir(Path(__file__).parents[3]), deferring_stop_signals():  # sets the handlers again, which Ray replaces
             if address is None:
                 _start(num_cpus, resources or {})
             else:

@@ -27,17 +27,17 @@ class RecipeSource:
     text: str
     parsed: dict[str, Any]
 
-    def values(self, overrides: Mapping[str, str]) -> dict[str, Any]:
-        """The recipe's values with dotted overrides such as `{"train.max_steps": "500"}`.
+    def values(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        """The recipe's values with dotted overrides such as `{"train.max_steps": 500}`.
 
         Raises `RecipeError` for an override that no recipe can have.
         """
         values = copy.deepcopy(self.parsed)
-        for dotted, text in overrides.items():
-            _override(values, dotted, text)
+        for dotted, value in copy.deepcopy(dict(overrides)).items():
+            _override(values, dotted, value)
         return values
 
-    def validate(self, overrides: Mapping[str, str]) -> Recipe:
+    def validate(self, overrides: Mapping[str, Any]) -> Recipe:
         """Raises `RecipeError` naming each wrong key with the nearest known one, and what was expected."""
         try:
             return Recipe.model_validate(self.values(overrides))
@@ -51,8 +51,8 @@ class RecipeSource:
             raise RecipeError(f"{place}: {lines}") from error
 
 
-def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """Read a recipe with overrides such as `{"train.max_steps": "500"}`. Raises `RecipeError`."""
+def load_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """Read a recipe with overrides such as `{"train.max_steps": 500}`. Raises `RecipeError`."""
     return read_recipe_source(path).validate(overrides or {})
 
 
@@ -81,9 +81,17 @@ def read_override(word: str) -> tuple[str, str] | None:
     return (key, value) if word.startswith("--") and equals and "." in key else None
 
 
-def read_overrides(words: Iterable[str]) -> dict[str, str]:
+def read_overrides(words: Iterable[str]) -> dict[str, Any]:
     """Return the keys and values of those words that are overrides."""
-    return dict(filter(None, map(read_override, words)))
+    return {key: read_value(text) for key, text in filter(None, map(read_override, words))}
+
+
+def read_value(text: str) -> Any:
+    """Return the value of a text on a command line: TOML's, or a word."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text  # an unquoted word is a string, as a shell user expects
 
 
 def _find_override(location: Sequence[Any], overrides: Iterable[str]) -> str:
@@ -100,12 +108,8 @@ def explain_word(word: str) -> str:
     return f"A recipe override is written with section and `=`: {' or '.join(f'--{each}={text}' for each in meant)}."
 
 
-def _override(values: dict[str, Any], dotted: str, text: str) -> None:
+def _override(values: dict[str, Any], dotted: str, value: Any) -> None:
     *sections, key = dotted.split(".")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
-        value = text  # an unquoted word is a string, as a shell user expects
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.recipe.file import load_recipe
+from services.common.recipe.file import load_recipe, read_value
 from services.common.recipe.schema import Recipe
 
 _SMALL: dict[str, dict[str, Any]] = {
@@ -60,12 +60,17 @@ def make_recipe(folder: Path, **overrides: str) -> Recipe:
 
 def load_small(folder: Path, overrides: Mapping[str, str], **changes: Any) -> Recipe:
     """Write the small recipe with changes, and load it with overrides by dotted name."""
-    return load_recipe(write_recipe(folder, **changes), dict(overrides))
+    return load_recipe(write_recipe(folder, **changes), read_texts(overrides))
 
 
 def load_with(path: Path, **overrides: str) -> Recipe:
     """Load a recipe with overrides as on a command line, such as `train__max_steps="7"`."""
-    return load_recipe(path, {name.replace("__", "."): text for name, text in overrides.items()})
+    return load_recipe(path, read_texts({name.replace("__", "."): text for name, text in overrides.items()}))
+
+
+def read_texts(overrides: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of overrides that a command line has as texts."""
+    return {name: read_value(text) for name, text in overrides.items()}
 
 
 def _toml(value: Any) -> str:

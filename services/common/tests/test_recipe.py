@@ -12,7 +12,7 @@ from services.common.recipe.derived import derive
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Model, stage_nodes
 from services.common.recipe.section import MAX_NAME_LENGTH
-from services.common.testing.recipes import load_small, make_recipe, write_recipe
+from services.common.testing.recipes import load_small, make_recipe, read_texts, write_recipe
 
 
 def test_a_recipe_is_read_with_its_defaults(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path: Path, key: str, te
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"--{key}: ")
     with pytest.raises(RecipeError, match=r"small\.toml"):  # the other problem is the file's
-        load_recipe(write_recipe(tmp_path, max_step=1), {key: text})
+        load_recipe(write_recipe(tmp_path, max_step=1), read_texts({key: text}))
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_a_lost_worker_costs_less_than_a_hung_one_and_a_lost_node() -> None:
     assert node.total_seconds - worker.total_seconds > 600
     assert sum(FAILURE_SHARES.values()) == pytest.approx(1)
     assert worker.total_seconds < mean_cost_seconds(costs) < node.total_seconds
-    every_node_reads = failure_costs(load_recipe(LLAMA_2_7B, {"parallel.zero_stage": "0"}), 1_024, TIMES)
+    every_node_reads = failure_costs(load_recipe(LLAMA_2_7B, {"parallel.zero_stage": 0}), 1_024, TIMES)
     assert every_node_reads[Failure.WORKER].read_seconds == 16 * 69.0  # a model of its own for each replica
 
 
