@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 import typer.models
@@ -67,9 +67,6 @@ from services.trainer.runs.start import describe_start
 from services.trainer.runs.status import find_run, list_runs
 from services.trainer.runs.summary import summarize
 from services.trainer.workers.start import prestart_workers
-
-if TYPE_CHECKING:
-    from services.trainer.inspection.sample import TextGenerator
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
@@ -249,7 +246,9 @@ def print_sample(
     if not 0 <= temperature < float("inf"):
         context.fail(f"--temperature {temperature} is not a number of at least 0.")
     run = open_own_run(read_given(context, recipe_path, root), corpus_path)
-    print(open_model(run).generate(prompt, tokens, temperature, seed))
+    with importing():
+        from services.trainer.inspection.sample import TextGenerator
+    print(TextGenerator(run).generate(prompt, tokens, temperature, seed))
     return 0
 
 
@@ -409,13 +408,8 @@ def compare(
 
 def closing_sample(run: Run) -> str:
     """Let the model continue CLOSING_PROMPTS. This needs the memory of the model in float32."""
-    writer = open_model(run)
-    written = [writer.generate(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
-    return "\n\n".join(f"> {text.strip()}" for text in written)
-
-
-def open_model(run: Run) -> TextGenerator:
-    """Load the run's newest model."""
     with importing():
         from services.trainer.inspection.sample import TextGenerator
-    return TextGenerator(run)
+    writer = TextGenerator(run)
+    written = [writer.generate(prompt, num_tokens=60, temperature=0.7, seed=0) for prompt in CLOSING_PROMPTS]
+    return "\n\n".join(f"> {text.strip()}" for text in written)

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from services.common.artifacts.corpus import CorpusManifest
-from services.common.artifacts.files import listed_file
 from services.common.artifacts.store import Artifact, open_artifact
 from services.common.testing import fork_server
 from services.common.testing.recipes import write_recipe
 from services.common.vocabularies.codec import load_codec
 from services.trainer.conversion.tokenizer import sample_documents
 from services.trainer.evaluation.records import read_evaluations
+from services.trainer.runs.run import vocabulary_file
 from tests.command import call
 
 FOLDER_VARIABLE = "LM_EVAL"
@@ -73,7 +73,7 @@ def write_text_and_recipe(folder: Path) -> Path:
 def write_task(folder: Path, corpus: Artifact[CorpusManifest]) -> Path:
     """Write the harness's task, whose documents are the validation documents of the corpus."""
     payload = corpus.manifest.corpus
-    codec = load_codec(listed_file(corpus.path, corpus.manifest, payload.vocabulary.path), payload.vocabulary)
+    codec = load_codec(vocabulary_file(corpus), payload.vocabulary)
     documents = [codec.decode(ids[1:-1].tolist()) for ids in sample_documents(corpus, "validation", 10**9)]
     assert len(documents) == payload.splits["validation"].documents > 5
     assert payload.splits["validation"].tokens <= payload.sequence_length

@@ -72,12 +72,6 @@ def copy_files(folder: Path, manifest: Manifest, targets: Mapping[str, Path]) ->
     require_undamaged(folder, len(listed), damages)
 
 
-def listed_file(folder: Path, manifest: Manifest, path: str) -> Path:
-    """Check the file that the manifest lists as `path`, as `verify_files` does, and return where it is."""
-    verify_files(folder, manifest, paths=[path])
-    return folder / path
-
-
 def find_damages(folder: Path, entries: Sequence[FileEntry], level: Level) -> Iterator[str]:
     """Yield a description of each damaged file. Raises what `verify_files` raises besides damage."""
     return _find_by(lambda entry: _find_damage(folder, entry, level), entries)
