@@ -69,7 +69,7 @@ class LossTotals:
         begins = [begin + each for begin, each in zip(self._begins, begins, strict=True)]
         self._begins_D = np.concatenate(begins)
         self._firsts_D = self._begins_D + self._num_special_tokens - 1
-        nexts = [np.append(each[1:], end) for each, end in zip(begins, self._ends, strict=True)]
+        nexts = [np.append(each, end)[1:] for each, end in zip(begins, self._ends, strict=True)]
         self._lasts_D = np.concatenate(nexts) - 1
         self._nats_D, self._text_nats_D = np.zeros(len(self._begins_D)), np.zeros(len(self._begins_D))
         self._targets_D, self._text_targets_D = (np.zeros(len(self._begins_D), dtype=np.int64) for _ in range(2))

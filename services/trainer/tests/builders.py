@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,22 +126,28 @@ def train_new(build: NewJob, *root: str, **overrides: str) -> Job:
 
 
 def make_corpus(
-    root: Path, recipe: Recipe, rows: int = 80, kind: VocabularyKind = "sentencepiece", tail_tokens: int = 5
+    root: Path,
+    recipe: Recipe,
+    rows: int = 80,
+    kind: VocabularyKind = "sentencepiece",
+    tail_tokens: int = 5,
+    splits: Collection[Split] = SPLITS,
 ) -> Artifact[CorpusManifest]:
-    """Publish a corpus of `rows` rows and a tail in each split. Its tokens count upwards in small steps: something to
-    learn.
+    """Publish a corpus of `rows` rows and a tail in each of `splits`; another split is empty. Its tokens count upwards
+    in small steps: something to learn.
     """
 
     def fill(workspace: Workspace) -> Draft:
         vocabulary = _write_vocabulary(workspace.files, kind, recipe.model.vocab_size)
-        splits = {split: _write_split(workspace.files, split, recipe, rows, tail_tokens) for split in SPLITS}
+        sizes = {split: (rows, tail_tokens) if split in splits else (0, 0) for split in SPLITS}
+        counted = {split: _write_split(workspace.files, split, recipe, *size) for split, size in sizes.items()}
         if vocabulary.bos_id is None:  # the token in its place is one of the document's
-            for split, counts in splits.items():
+            for split, counts in counted.items():
                 change = {"bos": 0, "document_tokens": counts.document_tokens + counts.bos}
-                splits[split] = counts.model_copy(update=change)
+                counted[split] = counts.model_copy(update=change)
         payload = corpus_payload(
             vocabulary,
-            splits,
+            counted,
             sequence_length=recipe.corpus.sequence_length,
             rows_per_shard=recipe.corpus.rows_per_shard,
             token_dtype="uint16" if recipe.model.vocab_size <= 2**16 else "uint32",

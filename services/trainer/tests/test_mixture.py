@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from services.common.artifacts.corpus import VocabularyKind, shard_path
+from services.common.artifacts.corpus import SPLITS, VocabularyKind, shard_path
 from services.common.artifacts.upstream import open_corpora
 from services.common.errors import ArtifactError, RecipeError, WorkersLost
 from services.common.program.fingerprint import program_facts
@@ -18,6 +19,8 @@ from services.common.recipe.schema import fingerprint, identity
 from services.common.testing.file_opens import noticing_opens
 from services.trainer.command_inputs import new_job
 from services.trainer.data import batch_samples, sample_indices
+from services.trainer.evaluation.losses import Evaluation
+from services.trainer.evaluation.validation import Validation
 from services.trainer.job import Job, describe_corpora
 from services.trainer.mixture import count_taken, open_mixture, order_corpora
 from services.trainer.runs.branch import find_starts
@@ -25,7 +28,7 @@ from services.trainer.runs.description import write_run
 from services.trainer.runs.run import open_run
 from services.trainer.runs.summary import summarize
 from services.trainer.tests import work
-from services.trainer.tests.builders import make_corpus, make_recipe, train_here
+from services.trainer.tests.builders import make_corpus, make_program, make_recipe, train_here
 from services.trainer.tests.evaluated import evaluate_here
 from services.trainer.tests.runs import state_hash
 
@@ -99,6 +102,31 @@ def test_a_killed_run_has_the_same_bits_with_other_workers_and_a_loss_of_each_co
     assert both["loss"] == pytest.approx(sum(each.loss * each.tokens for each in alone.values()) / both["tokens"])
     assert both["bits_per_byte"] == pytest.approx(alone["code"].bits_per_byte, rel=0.1)
     assert summarize(run).count("tokenizer") == 2
+
+
+@pytest.mark.parametrize("empty", ["a", "b", "c", "ab", "bc"])
+def test_a_corpus_without_a_validation_document_changes_no_number_of_the_others(tmp_path: Path, empty: str) -> None:
+    for name, rows in {"a": 13, "b": 8, "c": 20}.items():
+        splits = SPLITS[:1] if name in empty else SPLITS
+        make_corpus(tmp_path / "fsx", make_recipe(tmp_path, corpus__name=name), rows, splits=splits)
+    recipe = make_recipe(tmp_path, corpus__name="a", train__mixture="{a = 1, b = 1, c = 1}")
+    corpora = open_corpora(recipe, tmp_path / "small.toml", tmp_path / "fsx")
+
+    def evaluate(names: str) -> Evaluation:
+        corpus = describe_corpora(recipe, {name: corpora[name] for name in names})
+        found = Validation(recipe, corpus, None).evaluate(make_program(recipe))
+        assert found
+        return replace(found, seconds=0.0)
+
+    left = "".join(sorted(set("abc") - set(empty)))
+    found, alone = evaluate("abc"), {name: vars(evaluate(name)) for name in left}
+    assert found.sources.keys() == alone.keys()
+    for name, mean in found.sources.items():
+        assert vars(mean) == pytest.approx({field: alone[name][field] for field in vars(mean)}, rel=1e-12)
+    if len(left) > 1:
+        assert found == evaluate(left)
+    else:
+        assert found.bits_per_byte == pytest.approx(alone[left]["bits_per_byte"], rel=1e-12)
 
 
 def test_other_weights_are_another_run_of_which_no_text_and_no_row_is_read(mix: Mix, tmp_path: Path) -> None:
