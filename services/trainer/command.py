@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -139,7 +140,7 @@ def train(
         with export_metrics([RunCollector(job)], root, launch, metrics_port, metrics_host), tracking(job, tracker):
             yield
 
-    return train_run(job, recipe_path, export, allow_changed_program=allow_changed_program)
+    return train_run(replace(job, allows_changed_program=allow_changed_program), recipe_path, export)
 
 
 @app.command(cls=RecipeCommand)

@@ -110,7 +110,9 @@ class Job:
     program_fingerprint: str
     lineage: Lineage = NO_LINEAGE
     waivers: tuple[str, ...] = ()
-    """Flags with which this command or an earlier one continued the run in spite of a mismatch."""
+    """Flags with which this command continues the run in spite of a mismatch; a checkpoint has earlier ones, too."""
+    allows_changed_program: bool = False
+    """Whether the command may continue a state that another program made."""
     launch: str = INLINE
     started_at: datetime = field(default_factory=partial(datetime.now, UTC))
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -173,25 +175,21 @@ def tokens_after(recipe: Recipe, parent: Ancestor | None, step: int, skipped_ste
     return before + (step - skipped_steps - applied) * tokens_per_step(recipe)
 
 
-def continue_run(job: Job, checkpoint: Artifact[CheckpointManifest], allow_changed_program: bool) -> Job:
-    """Return the job with the waivers of `checkpoint`.
-
-    Raises `ArtifactError` if another program made the checkpoint: the next steps would not be bit for bit the same.
+def require_own_program(job: Job, checkpoint: Artifact[CheckpointManifest]) -> None:
+    """Raise `ArtifactError` if another program made the checkpoint, unless the command allows it: the next steps would
+    not be bit for bit the same.
     """
     state, maker = checkpoint.manifest.checkpoint, checkpoint.manifest.producer
-    waivers = {*job.waivers, *state.waivers}
-    if state.program_fingerprint != job.program_fingerprint:
-        if not allow_changed_program:
-            changed = changed_fields(checkpoint.manifest.recipe, job.recipe, "compile_cache")
-            what = ", ".join(changed) or "torch, Python, the compiler, the CPU or services/common/program changed"
-            raise ArtifactError(
-                f"{checkpoint.path}: made by program {state.program_fingerprint[:12]} (trainer {maker.version}, commit "
-                f"{maker.git_sha[:12]}, image {maker.image}), but this program is {job.program_fingerprint[:12]}: "
-                f"{what}. The next steps may have other bits. Continue with the program that made the checkpoint, or "
-                f"pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record."
-            )
-        waivers.add(ALLOW_CHANGED_PROGRAM)
-    return replace(job, waivers=tuple(sorted(waivers)))
+    if job.allows_changed_program or state.program_fingerprint == job.program_fingerprint:
+        return
+    changed = changed_fields(checkpoint.manifest.recipe, job.recipe, "compile_cache")
+    what = ", ".join(changed) or "torch, Python, the compiler, the CPU or services/common/program changed"
+    raise ArtifactError(
+        f"{checkpoint.path}: made by program {state.program_fingerprint[:12]} (trainer {maker.version}, commit "
+        f"{maker.git_sha[:12]}, image {maker.image}), but this program is {job.program_fingerprint[:12]}: {what}. The "
+        f"next steps may have other bits. Continue with the program that made the checkpoint, or pass "
+        f"{ALLOW_CHANGED_PROGRAM}, which the next checkpoints record."
+    )
 
 
 def completed_step(checkpoint: Artifact[CheckpointManifest] | None) -> int:

@@ -20,7 +20,7 @@ from services.common.recipe.derived import check_epochs, check_schedule
 from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes, verify_state
 from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.evaluation.records import lacks_last_evaluation
-from services.trainer.job import Job, completed_step, continue_run
+from services.trainer.job import Job, completed_step, require_own_program
 from services.trainer.metrics.commands import recording_command
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.branch import describe_parent, open_parent, require_same_vocabulary
@@ -37,7 +37,7 @@ Export = Callable[[Job], AbstractContextManager[None]]
 """Exports the metrics of a job while its workers train."""
 
 
-def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_program: bool) -> int:
+def train_run(job: Job, recipe_path: Path, export: Export) -> int:
     """Train under the run's lock, write the report, and return 0.
 
     A run that is complete is only reported, where a killed command has not done so. `recipe_path` is for messages.
@@ -57,7 +57,10 @@ def train_run(job: Job, recipe_path: Path, export: Export, *, allow_changed_prog
             steps = f"step {completed_step(checkpoint)} of {job.recipe.train.max_steps}"
             print(f"the run is complete: {steps}, {job.checkpoint_collection}")
             return 0
-        job = continue_run(job, checkpoint, allow_changed_program) if checkpoint else _start_run(job, recipe_path)
+        if checkpoint:
+            require_own_program(job, checkpoint)
+        else:
+            _check_start(job, recipe_path)
         write_run(job)
         _warn_of_recipe(job)
         prepare_node(job)
@@ -86,10 +89,9 @@ def _warn_of_recipe(job: Job) -> None:
         logger.warning("%s", warning)
 
 
-def _start_run(job: Job, recipe_path: Path) -> Job:
-    """Return the job of a run without a checkpoint, which has the waivers of the run that it branches from.
-
-    Raises `ArtifactError` if the weights or the checkpoint with which it starts are missing.
+def _check_start(job: Job, recipe_path: Path) -> None:
+    """Say what a run without a checkpoint starts with. Raises `ArtifactError` if the weights or the checkpoint with
+    which it starts are missing.
     """
     recipe = job.recipe
     if recipe.train.initial_weights:
@@ -101,10 +103,8 @@ def _start_run(job: Job, recipe_path: Path) -> Job:
         parent = open_parent(job.root, recipe.train.branch)
         require_same_vocabulary(job.root, parent, recipe, job.corpus)
         logger.info("%s branches from %s", job.run, describe_parent(job.root, recipe, job.corpus, job.lineage))
-        return replace(job, waivers=tuple(sorted({*job.waivers, *parent.manifest.checkpoint.waivers})))
-    if before := explain_new_run(job.root, recipe, job.corpus):
+    elif before := explain_new_run(job.root, recipe, job.corpus):
         logger.info("%s is a new run and does not continue %s", job.run, before)
-    return job
 
 
 def report_training(job: Job, recipe_path: Path) -> None:

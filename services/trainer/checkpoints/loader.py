@@ -39,7 +39,7 @@ from services.trainer.checkpoints.lookup import (
 from services.trainer.checkpoints.retention import discard_newer
 from services.trainer.checkpoints.shards import Place, Places, SliceReader, open_tensors, read_header
 from services.trainer.checkpoints.steps import checkpoint_steps
-from services.trainer.job import Job
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job
 from services.trainer.metrics.events import record_event
 from services.trainer.runs.branch import inherit_loss_spikes, open_parent
 from services.trainer.workers.node_staging import verify_on_node
@@ -59,6 +59,8 @@ class ResumePoint(NamedTuple):
     """Whether the state was loaded; False if the program keeps its initial state."""
     imported: ImportedModel | None = None
     """Configuration of the model whose weights the run began with; None if they were random."""
+    waivers: tuple[str, ...] = ()
+    """Flags with which the state was made, and that with which another program continues it."""
     damaged_steps: tuple[int, ...] = ()
     """Steps of the checkpoints that were found damaged before this one was found intact."""
 
@@ -126,6 +128,7 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
         if found.checkpoint:
             header = found.checkpoint.header
             state = header.checkpoint
+            is_others = step is not None and state.program_fingerprint != job.program_fingerprint
             if step is None:
                 logger.info("branching off after step=%d from %s", state.step, found.checkpoint.path)
             elif damages and group.rank == 0:
@@ -136,6 +139,7 @@ def _load_first(job: Job, program: Program, group: ProcessGroup, candidates: Seq
                 loss_spikes=found.loss_spikes,
                 is_loaded=True,
                 imported=state.imported,
+                waivers=(*state.waivers, *[ALLOW_CHANGED_PROGRAM] * is_others),
                 damaged_steps=tuple(damaged_steps),
             )
         if step is None:

@@ -2,8 +2,8 @@
 
 Each worker keeps its shard in its node's memory, and sends it to its counterpart on the next node. When workers start,
 the newest state of which all shards are left is committed as a checkpoint, from which they resume. A copy costs each
-worker the bytes that it owns once to write and once to send, and all workers the exchange of two numbers. Where a node
-has no room for a copy, it is left out. Copies are not compared between workers, which would hash all weights.
+worker the bytes that it owns once to write and once to send, and all workers the exchange of four numbers. Where a
+node has no room for a copy, it is left out. Copies are not compared between workers, which would hash all weights.
 
     /dev/shm/millrace-<run>-<first attempt>/node-0/<step>-<rank>/  a shard, and `copy.json`
 """
@@ -16,20 +16,19 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.common.artifacts.checkpoint import CheckpointPayload, ShardOrigin, shard_name
+from services.common.artifacts.checkpoint import CheckpointPayload, LossSpikes, ShardOrigin, merge_ranges, shard_name
 from services.common.artifacts.files import find_damages, require_undamaged
 from services.common.artifacts.manifest import FileEntry, ManifestModel
 from services.common.errors import ArtifactError, LimitError, adding_path
@@ -37,22 +36,32 @@ from services.common.launch.launcher import WorkerEnvironment
 from services.common.program.mesh import COLLECTIVE_TIMEOUT
 from services.common.program.process_group import ProcessGroup, connecting, naming_lost_workers
 from services.common.recipe.memory_estimate import memory_copy_bytes, show_size
+from services.trainer.checkpoints.lookup import open_checkpoint
 from services.trainer.checkpoints.shards import write_packed
 from services.trainer.checkpoints.steps import newest_step
 from services.trainer.checkpoints.writer import CheckpointWriter
-from services.trainer.job import Job
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job
 from services.trainer.metrics.commands import read_commands
 from services.trainer.metrics.events import record_event
 
 logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # nosec B108 # folders there are for their user alone
+PARTIAL = "partial-"
+"""Begin of the name of a copy's folder until the copy is complete."""
 ENTRY_BYTES = 512
 """Bytes of a message with the entry of a shard."""
 
 
-State = tuple[ShardOrigin, str]
-"""A state, and the start of the workers that it is of."""
+class State(NamedTuple):
+    """A state of which there are copies. States of a run are ordered by the first two fields."""
+
+    num_skipped_batches: int
+    """Batches that the run had left out: more after each rollback, which goes back to an earlier step."""
+    step: int
+    origin: ShardOrigin
+    start: str
+    """The start of the workers that made the copies."""
 
 
 class Copy(ManifestModel):
@@ -73,7 +82,8 @@ class MemoryCheckpoints:
     def __init__(self, job: Job, environment: WorkerEnvironment, group: ProcessGroup, writer: CheckpointWriter) -> None:
         """Commit the newest state of which all shards are left, if it is newer than all checkpoints, and make room.
 
-        Raises `LimitError` where a node's memory has too little.
+        Raises `LimitError` where a node's memory has too little, and `ArtifactError` where another program made that
+        state and the command does not allow it; then all copies stay.
         """
         self._job, self._environment, self._group = job, environment, group
         self._interval = job.recipe.checkpoint.memory_interval_steps
@@ -87,8 +97,7 @@ class MemoryCheckpoints:
         self._kept: list[Path] = []
         self.step = 0
         """Step of the newest state that was copied, or from which the workers have started."""
-        if self._interval:
-            self._commit_newest(writer)
+        self._commit_newest(writer)
         if environment.local_rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
         if not self._interval:
@@ -107,7 +116,7 @@ class MemoryCheckpoints:
             with connecting(), naming_lost_workers():
                 # A group of its own: its messages never meet those of the steps.
                 self._peers = dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend="gloo")
-                self._have_room(0)
+                self._agree(True)
                 if self._sends:
                     self._exchange(torch.zeros(1), torch.zeros(1))
 
@@ -130,9 +139,8 @@ class MemoryCheckpoints:
             self._kept = kept
 
     def discard(self) -> None:
-        """Remove all copies: the run goes back, or has ended. A copy that failed does not matter any more."""
-        with suppress(OSError):
-            self.wait()
+        """Remove all copies: the run goes back, or has ended."""
+        self.wait()
         self._thread.submit(shutil.rmtree, self._folder, ignore_errors=True).result()
         self._kept = []
 
@@ -141,32 +149,60 @@ class MemoryCheckpoints:
         or none where a node has no room.
         """
         packed = pack()  # first, because it frees the snapshot, for which a checkpoint may wait
+        rank, size = self._group.rank, self._group.world_size
         if not self._have_room(payload.step):
             return []
-        rank, partial = self._group.rank, self._make_partial()
-        shard = write_packed(partial, shard_name(rank), packed)
-        kept = [self._complete(partial, rank, shard, payload)]
+        own = self._make(payload, rank, lambda folder: write_packed(folder, shard_name(rank), packed))
+        if not own:
+            return []
+        kept, shard = [_complete(own[0])], own[1]
         if self._sends:
             sent, received = bytearray(json.dumps(asdict(shard)).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
             self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
-            theirs, partial = FileEntry(**json.loads(received)), self._make_partial()
-            with (partial / theirs.path).open("wb") as file:  # a map that finds no memory would end the process
-                os.posix_fallocate(file.fileno(), 0, theirs.bytes)
-            self._exchange(_map(kept[0], shard), _map(partial, theirs))
-            rank = (rank - self._node_size) % self._group.world_size
-            kept.append(self._complete(partial, rank, theirs, payload))
+            theirs = FileEntry(**json.loads(received))
+            other = self._make(payload, (rank - self._node_size) % size, lambda folder: _allocate(folder, theirs))
+            if not other:
+                shutil.rmtree(kept[0])
+                return []
+            self._exchange(_map(kept[0], shard), _map(*other))
+            kept.append(_complete(other[0]))
         return kept
+
+    def _make(
+        self, payload: CheckpointPayload, rank: int, write: Callable[[Path], FileEntry]
+    ) -> tuple[Path, FileEntry] | None:
+        """Make the folder of a copy of a rank's shard, which `write` writes into it; None where a worker cannot."""
+        node = self._folder / f"node-{self._environment.node_rank}"
+        folder, shard = node / f"{PARTIAL}{payload.step:08d}-{rank:05d}", None
+        try:
+            for each in (self._folder, node, folder):
+                each.mkdir(mode=0o700, exist_ok=True)
+            written = write(folder)
+            copy = Copy(shard=written, payload=payload, start=f"{self._job.attempt}-{self._job.start_number}")
+            (folder / "copy.json").write_text(copy.model_dump_json(), encoding="utf-8")
+            shard = written
+        except OSError as error:  # raised here it would leave the others waiting for this worker
+            record_event(self._job, "copy_left_out", step=payload.step, rank=self._group.rank, error=str(error))
+        if self._agree(shard is not None) and shard:
+            return folder, shard
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
 
     def _have_room(self, step: int) -> bool:
         """Tell whether all nodes have room for another copy: Ray's objects and other runs use that memory, too."""
         free = shutil.disk_usage(MEMORY).free
-        has_room = torch.tensor(int(free >= self._copy_bytes))
+        has_room = free >= self._copy_bytes
         if not has_room and self._environment.local_rank == 0:  # once a node
             record_event(self._job, "copy_left_out", step=step, rank=self._group.rank, free_bytes=free)
+        return self._agree(has_room)
+
+    def _agree(self, is_true: bool) -> bool:
+        """Tell whether something is true on all workers."""
+        agreed = torch.tensor(int(is_true))
         if self._peers:
             with naming_lost_workers():
-                dist.all_reduce(has_room, dist.ReduceOp.MIN, self._peers)
-        return bool(has_room)
+                dist.all_reduce(agreed, dist.ReduceOp.MIN, self._peers)
+        return bool(agreed)
 
     def _exchange(self, sent: Tensor, received: Tensor) -> None:
         """Send to the worker of this local rank on the next node, and receive from that on the node before."""
@@ -177,37 +213,51 @@ class MemoryCheckpoints:
             assert work
             work.wait()
 
-    def _make_partial(self) -> Path:
-        folder = self._folder / f"node-{self._environment.node_rank}"
-        for each in (self._folder, folder):
-            each.mkdir(mode=0o700, exist_ok=True)
-        return Path(tempfile.mkdtemp(dir=folder))
-
-    def _complete(self, partial: Path, rank: int, shard: FileEntry, payload: CheckpointPayload) -> Path:
-        copy = Copy(shard=shard, payload=payload, start=f"{self._job.attempt}-{self._job.start_number}")
-        (partial / "copy.json").write_text(copy.model_dump_json(), encoding="utf-8")
-        return partial.rename(partial.with_name(f"{payload.step:08d}-{rank:05d}"))
-
     def _commit_newest(self, writer: CheckpointWriter) -> None:
-        rank, committed = self._group.rank, self._group.tell(lambda: newest_step(self._job.checkpoint_collection) or 0)
-        found = self._group.wait_for_work(lambda: self._find_copies(committed))
+        rank, (committed, spikes) = self._group.rank, self._group.tell(self._read_committed)
+        found = self._group.wait_for_work(lambda: self._find_copies(committed, spikes))
         holders = defaultdict[State, dict[int, int]](dict)
         for worker, held in enumerate(self._group.gather({state: list(copies) for state, copies in found.items()})):
             for state, ranks in held.items():
                 holders[state] = dict.fromkeys(ranks, worker) | holders[state]
-        sizes = {state: state[0].data_parallel_size * state[0].tensor_parallel_size for state in holders}
+        sizes = {state: state.origin.data_parallel_size * state.origin.tensor_parallel_size for state in holders}
         complete = [state for state, size in sizes.items() if len(holders[state]) == size]
         if complete:
-            newest = max(complete, key=lambda state: state[0].step)
+            newest = max(complete, key=lambda state: state[:2])
+            self._require_own_program(newest)
             own = {shard: found[newest][shard] for shard, worker in holders[newest].items() if worker == rank}
             payloads = self._group.gather(own[0][1] if 0 in own else None)
             shards = {shard: (folder / shard_name(shard)).read_bytes for shard, (folder, _) in own.items()}
             writer.commit_shards(next(filter(None, payloads)), shards)
             if rank == 0:
-                record_event(self._job, "recovered", step=newest[0].step, committed_step=committed)
+                record_event(self._job, "recovered", step=newest.step, committed_step=committed)
 
-    def _find_copies(self, committed_step: int) -> dict[State, dict[int, tuple[Path, CheckpointPayload]]]:
-        """Return this worker's share of the node's intact copies of later steps, by state and rank."""
+    def _require_own_program(self, state: State) -> None:
+        made, job = state.origin.program_fingerprint, self._job
+        if made != job.program_fingerprint and not job.allows_changed_program:
+            raise ArtifactError(
+                f"{self._folder}: the copies of step {state.step:,} were made by program {made[:12]}, but this program "
+                f"is {job.program_fingerprint[:12]}. The next steps may have other bits. Continue with the program "
+                f"that made them, pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record, or remove that "
+                f"folder on all nodes to go on without them."
+            )
+
+    def _read_committed(self) -> tuple[int, LossSpikes]:
+        """Return the step of the newest checkpoint, whether or not it is intact, and its state of loss spikes."""
+        collection = self._job.checkpoint_collection
+        step = newest_step(collection)
+        with suppress(ArtifactError):
+            if step is not None:
+                return step, open_checkpoint(collection, step, lambda _: None).manifest.checkpoint.loss_spikes
+        return step or 0, LossSpikes()
+
+    def _find_copies(
+        self, committed_step: int, committed: LossSpikes
+    ) -> dict[State, dict[int, tuple[Path, CheckpointPayload]]]:
+        """Return this worker's share of the node's intact copies of later steps, by state and rank.
+
+        A copy of before a rollback, on a node that comes back, lacks the batches that the run has skipped since.
+        """
         found = defaultdict[State, dict[int, tuple[Path, CheckpointPayload]]](dict)
         local_rank, local_size = self._environment.local_rank, self._environment.local_world_size
         for folder in sorted(self._folder.glob("node-*/[0-9]*"))[local_rank::local_size]:
@@ -219,10 +269,22 @@ class MemoryCheckpoints:
             except (OSError, ValueError, ArtifactError) as error:  # of another user, or half removed
                 logger.warning("this copy is left out: %s", error)
                 continue
-            origin = copy.payload.origin(self._job.run, rank=0)
-            if origin.step > committed_step and origin.program_fingerprint == self._job.program_fingerprint:
-                found[origin, copy.start][int(folder.name.partition("-")[2])] = folder, copy.payload
+            payload, skipped = copy.payload, copy.payload.loss_spikes.skipped_batches
+            state = State(sum(map(len, skipped)), payload.step, payload.origin(self._job.run, rank=0), copy.start)
+            if state.step > committed_step and merge_ranges([*skipped, *committed.skipped_batches]) == skipped:
+                found[state][int(folder.name.partition("-")[2])] = folder, payload
         return found
+
+
+def _allocate(folder: Path, shard: FileEntry) -> FileEntry:
+    """Make the file of a shard with its memory: a map that finds none would end the process."""
+    with (folder / shard.path).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shard.bytes)
+    return shard
+
+
+def _complete(folder: Path) -> Path:
+    return folder.rename(folder.with_name(folder.name.removeprefix(PARTIAL)))
 
 
 def _map(folder: Path, shard: FileEntry) -> Tensor:

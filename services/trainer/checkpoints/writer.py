@@ -56,6 +56,7 @@ class CheckpointWriter:
         self._is_intact: dict[int, bool] = {}
         """Whether the checkpoint of a step is intact, as far as the workers know by a commit or by reading it."""
         self._imported: ImportedModel | None = None
+        self._waivers: tuple[str, ...] = ()
         self._rows: Rows | None = None
         self.slowest_seconds = 0.0
         """Seconds of the slowest checkpoint, from the start of its copy to its commit. Only rank 0 knows it."""
@@ -90,7 +91,7 @@ class CheckpointWriter:
             zero_stage=recipe.parallel.zero_stage,
             shards={},
             program_fingerprint=job.program_fingerprint,
-            waivers=job.waivers,
+            waivers=tuple(sorted({*job.waivers, *self._waivers})),
             loss_spikes=loss_spikes,
             ancestors=job.lineage.ancestors,
             data_offset_samples=job.lineage.data_offset_samples,
@@ -119,7 +120,7 @@ class CheckpointWriter:
 
     def resume_from(self, point: ResumePoint) -> None:
         """Remember what the workers found in the checkpoint that they loaded, and which others are damaged."""
-        self._imported = point.imported
+        self._imported, self._waivers = point.imported, point.waivers
         self._is_intact |= {**dict.fromkeys(point.damaged_steps, False), point.step: True}
 
     @property

@@ -45,7 +45,7 @@ from services.trainer.inspection.findings import (
 )
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.node import NodeRequirements, check_node, existing_place
-from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, continue_run, describe_corpora
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, Job, describe_corpora, require_own_program
 from services.trainer.runs.branch import open_parent, require_same_vocabulary
 from services.trainer.supervision.stop import STOP_FILE
 
@@ -161,7 +161,7 @@ class Doctor:
         step = newest.manifest.checkpoint.step
         if step < max_steps and job.program_fingerprint:
             try:
-                continue_run(job, newest, allow_changed_program=False)
+                require_own_program(job, newest)
             except ArtifactError as error:
                 return problem(error, f"train with {ALLOW_CHANGED_PROGRAM}, or with the program that made it")
         goes_on = f"continues from step {step:,} of {max_steps:,}" if step < max_steps else "is complete"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from services.common.artifacts.checkpoint import shard_name
+from services.common.artifacts.checkpoint import CheckpointPayload, shard_name
 from services.common.artifacts.manifest import FileEntry
 from services.common.errors import WorkersLost
 from services.common.launch import inline
@@ -33,7 +34,7 @@ from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program, StepResult
 from services.common.recipe.schema import Recipe
 from services.common.testing.waiting import wait_until
-from services.trainer.agreement import StepAgreement, TakenStep, WorkerStep, require_same_outcome
+from services.trainer.agreement import StepAgreement, StepOutcome, TakenStep, WorkerStep, require_same_outcome
 from services.trainer.checkpoints import memory
 from services.trainer.checkpoints.memory import MemoryCheckpoints
 from services.trainer.checkpoints.shards import write_packed
@@ -251,6 +252,45 @@ def train_and_lose_a_node(call: tuple[Job, bool, int | None], environment: Worke
     keep_at_once(patch)
     commit_at_once(patch)
     train(job, place_on_nodes(environment, 2))
+
+
+def train_with_a_full_node(job: Job, environment: WorkerEnvironment) -> None:
+    """Train on two nodes with a ruinous batch. The memory of the second one is full when it writes its copy of the
+    step 13, before the run goes back and once more after that.
+    """
+    copy, patch = MemoryCheckpoints._copy, pytest.MonkeyPatch()
+
+    def find_no_room(folder: Path, *arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    def copy_into_a_full_node(copies: MemoryCheckpoints, payload: CheckpointPayload, pack: Any) -> Any:
+        with pytest.MonkeyPatch.context() as within:
+            if payload.step == 13 and environment.rank == 1:
+                within.setattr(memory, "write_packed", find_no_room)
+            return copy(copies, payload, pack)
+
+    patch.setattr(memory, "COLLECTIVE_TIMEOUT", timedelta(seconds=60))
+    patch.setattr(MemoryCheckpoints, "_copy", copy_into_a_full_node)
+    commit_at_once(patch)
+    train_with_a_ruinous_batch(job, place_on_nodes(environment, 2))
+
+
+def train_and_die_after_a_rollback(job: Job, environment: WorkerEnvironment) -> None:
+    """Train on two nodes with a ruinous batch. The memory of the second one is copied into the run's folder before the
+    run goes back, and rank 1 is killed in the step 12 after that.
+    """
+    rewind, patch = Training.rewind, pytest.MonkeyPatch()
+
+    def rewind_and_die(training: Training, spike: StepOutcome) -> None:
+        if environment.rank == 1:
+            shutil.copytree(training._memory._folder / "node-1", job.run_folder / "node-1")
+            before_step(patch, 11, end_by(signal.SIGKILL))
+        rewind(training, spike)
+
+    patch.setattr(Training, "rewind", rewind_and_die)
+    keep_at_once(patch)
+    commit_at_once(patch)
+    train_with_a_ruinous_batch(job, place_on_nodes(environment, 2))
 
 
 def keep_at_once(patch: pytest.MonkeyPatch) -> None:
