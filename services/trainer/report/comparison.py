@@ -12,9 +12,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import write_durably
-from services.common.errors import RecipeError
+from services.common.artifacts.store import open_artifact
+from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.changes import flatten
+from services.common.recipe.schema import fingerprint
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import run_folder
 from services.trainer.metrics.records import steps_newest_first
@@ -37,6 +40,7 @@ MAX_RUNS = 8
 COMPARED = ("loss", "bits-per-byte", "gradient-norm", "learning-rate", "throughput", "mfu", "goodput")
 """Charts with which runs are compared, by their first series."""
 _MAX_LENGTH = 60
+OTHER_TEXT = "The runs are evaluated on different text: only losses on the same text compare."
 
 
 def compare_runs(root: Path, names: str, *, as_json: bool = False) -> int:
@@ -54,21 +58,29 @@ def compare_runs(root: Path, names: str, *, as_json: bool = False) -> int:
     numbers = [STATUS_HEADINGS, *map(describe_status, statuses)]
     recipes = [dict(flatten(read_description(run_folder(root, run)).recipe)) for run in runs]
     values = [("recipe value", *runs), *_differing_values(recipes)]
+    losses = _losses_by_corpus(root, runs)
     print_table(*numbers)
+    if losses:
+        print(f"\n{OTHER_TEXT}")
+        print_table(*losses)
     print()
     print_table(*values)
-    path = write_comparison(root, runs, numbers, values)
+    path = write_comparison(root, runs, numbers, losses, values)
     print(f"\n{path}")
     return 0
 
 
 def write_comparison(
-    root: Path, runs: Sequence[str], numbers: Sequence[Sequence[str]], values: Sequence[Sequence[str]]
+    root: Path,
+    runs: Sequence[str],
+    numbers: Sequence[Sequence[str]],
+    losses: Sequence[Sequence[str]],
+    values: Sequence[Sequence[str]],
 ) -> Path:
     """Write the page into the folder of all runs, and return its path.
 
-    `numbers` is the table of the runs' newest numbers and `values` that of the recipe values that differ, each with its
-    row of headings.
+    `numbers` is the table of the runs' newest numbers, `losses` that of `_losses_by_corpus`, and `values` that of the
+    recipe values that differ, each with its row of headings.
     """
     curves = {run: _read_curves(run_folder(root, run)) for run in runs}
     series = {"validation-loss": Series("evaluation.loss")} | {name: CHARTS[name][0] for name in COMPARED}
@@ -78,12 +90,45 @@ def write_comparison(
         title=f"{len(runs)} runs compared",
         subtitle=f"Millrace runs, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         numbers=numbers,
+        losses=losses,
+        other_text=OTHER_TEXT,
         values=values,
         data={"runs": [each.positions() for each in curves.values()], "marks": {}, "charts": charts},
     )
     path = run_folder(root, COMPARISON_FILE)
     write_durably(path, page.encode())
     return path
+
+
+def _losses_by_corpus(root: Path, runs: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the newest validation loss of each run on each corpus as a table with its row of headings; empty where
+    all runs are evaluated on the same targets.
+    """
+    found = [dict(_read_losses(root, run)) for run in runs]
+    if len({frozenset(losses) for losses in found if losses}) < 2:
+        return []
+    labels = {targets: label for losses in found for targets, (label, _) in losses.items()}
+    rows = ((label, *(losses.get(targets, ("", UNKNOWN))[1] for losses in found)) for targets, label in labels.items())
+    return [("validation loss on", *runs), *rows]
+
+
+def _read_losses(root: Path, run: str) -> Iterator[tuple[tuple[str, int], tuple[str, str]]]:
+    """Yield what says on which targets of each corpus a run is evaluated, and a name of them with its newest loss."""
+    folder = run_folder(root, run)
+    paths, evaluations = read_description(folder).paths, read_evaluations(folder)
+    if not evaluations:
+        return
+    sources = evaluations[-1]["sources"].items()
+    mixed = {place: mean for name, mean in sources if (place := paths.get(f"corpus {name}"))}
+    for place, mean in (mixed or {paths["corpus"]: evaluations[-1]}).items():
+        path = root / place
+        try:
+            split = open_artifact(path, CorpusManifest).manifest.corpus.splits["validation"]
+            digest = fingerprint(split.check_digests)
+        except ArtifactError:  # the corpus is gone
+            digest = path.name
+        label = f"{path.parent.name}/{path.name}, {mean['tokens']:,} tokens"
+        yield (digest, mean["tokens"]), (label, f"{mean['loss']:.4f}")
 
 
 def _differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from services.common.program.mesh import Mesh
 from services.common.recipe.derived import check_epochs
 from services.common.recipe.schema import fingerprint, identity
 from services.common.testing.file_opens import noticing_opens
+from services.trainer.__main__ import main
 from services.trainer.command_inputs import new_job
 from services.trainer.data import batch_samples, sample_indices
 from services.trainer.evaluation.losses import Evaluation
@@ -127,6 +129,31 @@ def test_a_corpus_without_a_validation_document_changes_no_number_of_the_others(
         assert found == evaluate(left)
     else:
         assert found.bits_per_byte == pytest.approx(alone[left]["bits_per_byte"], rel=1e-12)
+
+
+def test_compared_runs_with_other_validation_text_show_their_losses_by_corpus(
+    mix: Mix, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = {"train__max_steps": "1", "train__evaluation_tokens": "1000000"}
+    both, other_weights, one = (mix(f"{{sentences = {each}}}", **short) for each in ("3, code = 1", "1, code = 1", "1"))
+    for job in (both, other_weights, one):
+        train_here(job)
+
+    def compare(*jobs: Job) -> dict[str, list[str]]:
+        names = ",".join(job.run for job in jobs)
+        assert main(["compare", "--root", str(both.root), "--runs", names]) == 0
+        rows = re.findall(
+            r"^(sentences|code)/\w+, [\d,]+ tokens +(\S+) +(\S+) *$", capsys.readouterr().out, re.MULTILINE
+        )
+        return {name: losses for name, *losses in rows}
+
+    assert compare(both, other_weights) == {}
+    mixed, alone = (open_run(both.root, job.run).evaluations[-1] for job in (both, one))
+    assert compare(both, one) == {
+        "sentences": [f"{mixed['sources']['sentences']['loss']:.4f}", f"{alone['loss']:.4f}"],
+        "code": [f"{mixed['sources']['code']['loss']:.4f}", "-"],
+    }
+    assert "Validation loss by corpus" in (both.root / "run/comparison.html").read_text()
 
 
 def test_other_weights_are_another_run_of_which_no_text_and_no_row_is_read(mix: Mix, tmp_path: Path) -> None:
