@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
@@ -165,23 +166,21 @@ def require_same_program(job: Job, group: ProcessGroup) -> None:
 
 
 def require_same_state(program: Program, group: ProcessGroup, step: int) -> None:
-    """Raise `DeviceError` unless all workers with the same part of the model hold the same bits. What they share, such
-    as all matrices with ZeRO-3, is not compared.
+    """Raise `DeviceError` unless all workers with the same part of the state hold the same bits: models, and within one
+    model norms and copies of key-value heads. What no other worker holds, such as all matrices with ZeRO-3, is not
+    compared.
 
-    The check reads the whole state where two workers have the same part, and exchanges a digest of each group of
-    tensors.
+    The check reads the parts that several workers have, and exchanges a digest of each group of tensors.
     """
-    if program.backend.mesh.data_parallel_size == 1:
+    if group.world_size == 1:
         return
-    part, digests = program.backend.mesh.index("tensor"), program.state.digests()
-    holders: dict[tuple[int, str], dict[int, list[str]]] = {}
-    for rank, (host, their_part, theirs) in enumerate(group.gather((socket.gethostname(), part, digests))):
-        for tensors, digest in theirs.items():
-            ranks_by_digest = holders.setdefault((their_part, tensors), {})
-            ranks_by_digest.setdefault(digest, []).append(f"{rank} ({host})")
+    holders = defaultdict[str, dict[int, list[str]]](lambda: defaultdict(list))
+    for rank, (host, digests) in enumerate(group.gather((socket.gethostname(), program.state.digests()))):
+        for tensors, digest in digests.items():
+            holders[tensors][digest].append(f"{rank} ({host})")
     differences = [
         f"  {tensors}: " + "; ".join(f"{digest:016x} on rank {', '.join(ranks)}" for digest, ranks in held.items())
-        for (_, tensors), held in holders.items()
+        for tensors, held in holders.items()
         if len(held) > 1
     ]
     if not differences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,8 @@ from services.common.program.mesh import Axis
 from services.common.program.optimizer import AdamW
 from services.common.program.sharding import Sharding
 from services.common.program.state import StateKind, StateSlice
+
+_NAMES = {"weight": "master weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
 
 
 class ShardedState:
@@ -109,15 +112,22 @@ class ShardedState:
         return is_finite_1
 
     def digests(self) -> dict[str, int]:
-        """Return a 63-bit hash of each part of the state that all ranks of the data axis hold whole. Their hashes are
-        equal as long as their bits are.
+        """Return a 63-bit hash of each part of the state that this rank holds and others, too, by a name with the first
+        of them. Hashes of one name are equal as long as the bits are.
         """
-        whole = [each for bucket in self._buckets if not bucket.is_sharded for each in bucket.weights]
-        parts = {"weights": whole}
-        if not self._optimizer.is_sharded:
-            parts |= {"first moments": self._optimizer.exp_avg_S, "second moments": self._optimizer.exp_avg_sq_S}
-            if any(bucket.dtype != torch.float32 for bucket in self._buckets):
-                parts["master weights"] = self._optimizer.state()["weight"]
+        mesh, is_sharded, parts = self._backend.mesh, self._optimizer.is_sharded, defaultdict[str, list[Tensor]](list)
+        key_value_first = mesh.group("key_value")[0] % mesh.tensor_parallel_size
+        firsts = {None: mesh.index("tensor"), "tensor": 0, "key_value": key_value_first}
+        for number, bucket in enumerate(self._buckets):
+            held = {"weights": (bucket.weights, bucket.is_sharded)}
+            for kind, tensors in self._optimizer.state().items():
+                if kind != "weight" or is_sharded or bucket.dtype != torch.float32:  # otherwise they are one memory
+                    held[_NAMES[kind]] = [tensors[number]], is_sharded
+            copies = mesh.size(bucket.sum_axis) if bucket.sum_axis else 1
+            for name, (tensors, is_shard) in held.items():
+                if copies * (1 if is_shard else mesh.data_parallel_size) > 1:
+                    first = firsts[bucket.sum_axis] + is_shard * mesh.index("data") * mesh.tensor_parallel_size
+                    parts[f"{name} along {bucket.sum_axis or 'data'} from rank {first}"] += tensors
         return {name: _digest(map(self._backend.to_host, tensors)) for name, tensors in parts.items()}
 
     def _to_host(self) -> dict[StateKind, list[Tensor]]:

@@ -18,9 +18,13 @@ def changed_fields(stored: Mapping[str, Any], recipe: Recipe, kind: Kind) -> lis
 
     Raises `pydantic.ValidationError` where this program does not read the stored recipe.
     """
-    before, now = (dict(flatten(identity(each, kind))) for each in (Recipe.model_validate(stored), recipe))
+    recipes = Recipe.model_validate(stored), recipe
+    before, now = (dict(flatten(identity(each, kind))) for each in recipes)
+    was, become = (
+        dict(flatten(each.model_dump(mode="json"))) for each in recipes
+    )  # with defaults, which ids leave out
     return [
-        f"{name} was {_show(before.get(name))} and is {_show(now.get(name))}"
+        f"{name} was {_show(was.get(name))} and is {_show(become.get(name))}"
         for name in before | now
         if before.get(name) != now.get(name)
     ]

@@ -170,13 +170,20 @@ def gradient_bytes_sent(recipe: Recipe) -> int:
 
 
 def weight_bytes_sent(recipe: Recipe) -> int:
-    """Return the bytes of weights that a worker sends in a step with ZeRO-3: those of a layer forward and backward."""
-    if recipe.parallel.zero_stage < 3:
-        return 0
-    sizes, models = _Sizes(recipe), recipe.parallel.data_parallel_size
-    tables = 2 * sizes.table  # the embedding forward, the head once
-    matrices = 2 * recipe.model.num_hidden_layers * sizes.layer + tables
-    return micro_batches_per_model(recipe) * sizes.compute_bytes * matrices * (models - 1) // models
+    """Return the bytes of weights that a worker sends in a step, around a ring: with ZeRO-1 and 2 all of them after the
+    update, and with ZeRO-3 those of a layer forward and backward in each micro-batch.
+    """
+    sizes, models, stage = _Sizes(recipe), recipe.parallel.data_parallel_size, recipe.parallel.zero_stage
+    layers, rounded = recipe.model.num_hidden_layers * sizes.layer, 0
+    if recipe.parallel.device != "xla":  # weights that are only multiplied are rounded before
+        rounded = sizes.matrices - sizes.table
+    if stage == 3:  # the embedding forward, the head once
+        times, in_products = micro_batches_per_model(recipe), layers + rounded
+        others = 2 * (layers + sizes.table) - in_products
+    else:
+        times, in_products, others = min(stage, 1), rounded, sizes.parameters - rounded
+    sent = times * (sizes.compute_bytes * in_products + sizes.param_bytes * others)
+    return sent * (models - 1) // models
 
 
 def sums_per_step(recipe: Recipe) -> int:

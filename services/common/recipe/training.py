@@ -72,9 +72,9 @@ class Train(Section):
     """Part of a layer's forward pass that the backward pass computes again instead of keeping it: nothing (`none`), all
     but matrix products and attention (`selective`), or all (`full`). The bits are the same, except on `xla`."""
     reduction: Annotated[Literal["exact", "fast"], TRAINED] = "exact"
-    """`exact` sums micro-batches in one fixed binary tree, so that any number of workers gives the same bits; for m
-    micro-batches a worker then holds log2(m) sums of the gradient. `fast` sums those of a worker one after the other
-    into one sum, and leaves the sum over workers to the library."""
+    """`exact` sums micro-batches in one fixed binary tree, so that any data-parallel size up to 64 gives the same bits;
+    for m micro-batches a worker then holds log2(m) sums of the gradient. `fast` sums those of a worker one after the
+    other into one sum, and leaves the sum over workers to the library."""
     evaluation_interval_steps: Positive = 100
     """Steps between two evaluations."""
     evaluation_tokens: Annotated[Annotated[int, Field(ge=0, lt=2**63)] | None, TRAINED] = None

@@ -158,9 +158,9 @@ def test_a_run_goes_on_under_another_program_only_when_told_and_remembers_it(
 ) -> None:
     assert train_alone(capfd, recipe, root, "--train.max_steps=2")[0] == 0
 
-    for name in ("parallel.threads_per_worker", "parallel.tensor_parallel_size"):
-        exit_code, output = call_trainer(capfd, recipe, root, f"--{name}=2")
-        assert (exit_code, name in output) == (3, True), output
+    for name, before, now in (("threads_per_worker", 1, 2), ("tensor_parallel_size", 1, 2), ("zero_stage", 0, 3)):
+        exit_code, output = call_trainer(capfd, recipe, root, f"--parallel.{name}={now}")
+        assert (exit_code, f"parallel.{name} was {before} and is {now}" in output) == (3, True), output
 
     monkeypatch.setenv("DNNL_DEFAULT_FPMATH_MODE", "BF16")  # other bits from the same source
     exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=4")

@@ -17,6 +17,7 @@ from services.common.errors import DeviceError, TryAgain, WorkersLost
 from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.process.shutdown import StopReason
+from services.common.program.mesh import Axis
 from services.common.testing.seeds import draw_seed
 from services.trainer.agreement import AgreedStep, WorkerStep
 from services.trainer.data import sample_indices
@@ -52,10 +53,21 @@ def test_set_up_evaluation_and_writing_may_take_longer_than_a_collective(new_job
     ]
 
 
-def test_a_worker_whose_state_differs_ends_the_run_and_its_state_is_not_saved(new_job: NewJob) -> None:
-    job = new_job(train__max_steps="10")
+@pytest.mark.parametrize(
+    ("layout", "axis"),
+    [
+        ({}, None),
+        ({"parallel__tensor_parallel_size": "2"}, "tensor"),  # a norm
+        ({"parallel__tensor_parallel_size": "2"}, "key_value"),  # a copy of a head
+    ],
+)
+def test_a_worker_whose_state_differs_ends_the_run_and_its_state_is_not_saved(
+    new_job: NewJob, layout: dict[str, str], axis: Axis | None
+) -> None:
+    models = {"parallel__data_parallel_size": "1" if axis else "2"}
+    job = new_job(**layout, **models, train__max_steps="10")
     with pytest.raises(DeviceError, match=r"(?s)step 10.*rank 1 "):
-        work.run_group(work.train_with_a_faulty_worker, job, 2, job.run_folder)
+        work.run_group(work.train_with_a_faulty_worker, (job, axis), 2, job.run_folder)
 
     assert list(checkpoints(job.root)) == ["step-00000005"]
     assert read_attempts(job.run_folder) == []

@@ -209,6 +209,7 @@ def test_youngs_optimum_loses_least_time_to_checkpoints_and_failures() -> None:
 IN_BFLOAT16 = {"train__dtype": "bfloat16", "train__param_dtype": "bfloat16", "train__reduction": "fast"}
 ONE_GPU = {"parallel__device": "cuda", "parallel__data_parallel_size": "1"}
 SPLIT = {"parallel__tensor_parallel_size": "4"}
+ROUNDED = {"train__dtype": "bfloat16"}
 QWEN_3 = {"model__qk_norm": "true", "model__head_dim": "128", "model__tie_word_embeddings": "true"}
 
 
@@ -290,6 +291,28 @@ def test_tables_and_activations_above_the_limit_are_sent_in_pieces() -> None:
     assert 0 < largest_bytes["tensor"] <= MAX_COLLECTIVE_BYTES
 
 
+@pytest.mark.parametrize(
+    ("stage", "overrides"),
+    [
+        ("0", {}),
+        ("1", ROUNDED),
+        ("1", IN_BFLOAT16),
+        ("2", {**ROUNDED, **QWEN_3}),
+        ("3", ROUNDED),
+        ("3", {**ROUNDED, **QWEN_3}),
+    ],
+)
+def test_a_traced_step_sends_the_bytes_of_weights_in_the_plan(
+    tmp_path: Path, stage: str, overrides: dict[str, str]
+) -> None:
+    """Weights of products are sent in bfloat16, and an embedding, also one that is the head, too, in float32."""
+    recipe = wide(
+        tmp_path, **{**LARGE_VOCABULARY, **overrides, "model__num_hidden_layers": "2", "parallel__zero_stage": stage}
+    )
+    weights = trace_step(recipe).sent_bytes["data"] - gradient_bytes_sent(recipe)
+    assert weights == pytest.approx(weight_bytes_sent(recipe), rel=1e-3, abs=100)
+
+
 @pytest.mark.parametrize(("stage", "times", "gathers"), [("1", 1, 1), ("2", 4, 1), ("3", 4, 2 * 4)])
 def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path, stage: str, times: int, gathers: int) -> None:
     recipe = wide(tmp_path, model__num_hidden_layers="2", parallel__zero_stage=stage, **SPLIT)
@@ -304,7 +327,7 @@ def test_a_traced_step_sends_the_bytes_of_a_ring(tmp_path: Path, stage: str, tim
     assert gradient_bytes_sent(recipe) == pytest.approx(times * gradients * 3 / 4, rel=0.01)
     tables = 2 * FLOAT32_BYTES * 512 * 512 // 4
     weights = gathers * gradients - (times * tables if stage == "3" else 0)
-    assert weight_bytes_sent(recipe) == pytest.approx(weights * 3 / 4 if stage == "3" else 0, rel=0.01)
+    assert weight_bytes_sent(recipe) == pytest.approx(weights * 3 / 4, rel=0.01)
     assert trace.sent_bytes["data"] == pytest.approx((times * gradients + weights) * 3 / 4, rel=0.01)
     # In each micro-batch each of 2 layers gathers and scatters [1, 512, 512] twice, forward and backward; the embedding
     # scatters and the loss gathers. Beside them the loss exchanges a few numbers for each token.

@@ -28,7 +28,7 @@ from services.common.launch import inline
 from services.common.launch.launcher import WorkerEnvironment, WorkerGroupSpec, run_workers
 from services.common.process.shutdown import StopReason
 from services.common.program import process_group
-from services.common.program.mesh import Mesh
+from services.common.program.mesh import Axis, Mesh
 from services.common.program.micro_batch import MicroBatch
 from services.common.program.process_group import ProcessGroup
 from services.common.program.step import Program, StepResult
@@ -168,10 +168,15 @@ def end_by(signum: signal.Signals) -> Callable[[Program], None]:
     return lambda program: os.kill(os.getpid(), signum)
 
 
-def train_with_a_faulty_worker(job: Job, environment: WorkerEnvironment) -> None:
-    """Train while one weight of rank 1 is wrong after the seventh step."""
+def train_with_a_faulty_worker(call: tuple[Job, Axis | None], environment: WorkerEnvironment) -> None:
+    """Train while one weight of rank 1 is wrong after the seventh step: of those that it shares along an axis."""
+    job, axis = call
+
+    def err(program: Program) -> None:
+        next(each for each in program.buckets if each.sum_axis == axis).weights_P[0].add_(1e-3)
+
     if environment.rank == 1:
-        before_step(pytest.MonkeyPatch(), 7, lambda program: program.buckets[0].weights_P[0].add_(1e-3))
+        before_step(pytest.MonkeyPatch(), 7, err)
     train(job, environment)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -372,7 +373,8 @@ def measure_health_on(mesh: Mesh, folder: Path, is_measured: bool = True, /, **o
         program.train_step(step, own)
         if is_measured and step == HEALTH_STEPS - 1:
             health = program.measure_health(step, 0, True, own)._asdict()
-    return health, program.state.digests()["weights"]
+    weights = (each.flatten().view(torch.uint8) for bucket in program.buckets for each in bucket.weights)
+    return health, zlib.crc32(torch.cat(list(weights)).numpy().data)
 
 
 def measure_health_on_all(folder: Path, environment: WorkerEnvironment) -> None:
