@@ -47,18 +47,15 @@ from services.trainer.metrics.events import record_event
 logger = logging.getLogger(__name__)
 
 MEMORY = Path("/dev/shm")  # nosec B108 # folders there are for their user alone
-PARTIAL = "partial-"
-"""Begin of the name of a copy's folder until the copy is complete."""
 ENTRY_BYTES = 512
 """Bytes of a message with the entry of a shard."""
 
 
 class State(NamedTuple):
-    """A state of which there are copies. States of a run are ordered by the first two fields."""
+    """A state of which there are copies."""
 
     num_skipped_batches: int
     """Batches that the run had left out: more after each rollback, which goes back to an earlier step."""
-    step: int
     origin: ShardOrigin
     start: str
     """The start of the workers that made the copies."""
@@ -155,25 +152,27 @@ class MemoryCheckpoints:
         own = self._make(payload, rank, lambda folder: write_packed(folder, shard_name(rank), packed))
         if not own:
             return []
-        kept, shard = [_complete(own[0])], own[1]
-        if self._sends:
-            sent, received = bytearray(json.dumps(asdict(shard)).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
-            self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
-            theirs = FileEntry(**json.loads(received))
-            other = self._make(payload, (rank - self._node_size) % size, lambda folder: _allocate(folder, theirs))
-            if not other:
-                shutil.rmtree(kept[0])
-                return []
-            self._exchange(_map(kept[0], shard), _map(*other))
-            kept.append(_complete(other[0]))
-        return kept
+        if not self._sends:
+            return [own[0]]
+        sent, received = bytearray(json.dumps(asdict(own[1])).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
+        self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
+        theirs = FileEntry(**json.loads(received))
+        other = self._make(payload, (rank - self._node_size) % size, lambda folder: _allocate(folder, theirs))
+        if not other:
+            shutil.rmtree(own[0])
+            return []
+        self._exchange(_map(*own), _map(*other))
+        return [own[0], other[0]]
 
     def _make(
         self, payload: CheckpointPayload, rank: int, write: Callable[[Path], FileEntry]
     ) -> tuple[Path, FileEntry] | None:
-        """Make the folder of a copy of a rank's shard, which `write` writes into it; None where a worker cannot."""
+        """Make the folder of a copy of a rank's shard, which `write` writes into it; None where a worker cannot.
+
+        Whoever reads it compares checksums, also of a shard that is still on its way.
+        """
         node = self._folder / f"node-{self._environment.node_rank}"
-        folder, shard = node / f"{PARTIAL}{payload.step:08d}-{rank:05d}", None
+        folder, shard = node / f"{payload.step:08d}-{rank:05d}", None
         try:
             for each in (self._folder, node, folder):
                 each.mkdir(mode=0o700, exist_ok=True)
@@ -223,20 +222,20 @@ class MemoryCheckpoints:
         sizes = {state: state.origin.data_parallel_size * state.origin.tensor_parallel_size for state in holders}
         complete = [state for state, size in sizes.items() if len(holders[state]) == size]
         if complete:
-            newest = max(complete, key=lambda state: state[:2])
+            newest = max(complete, key=lambda state: (state.num_skipped_batches, state.origin.step))
             self._require_own_program(newest)
             own = {shard: found[newest][shard] for shard, worker in holders[newest].items() if worker == rank}
             payloads = self._group.gather(own[0][1] if 0 in own else None)
             shards = {shard: (folder / shard_name(shard)).read_bytes for shard, (folder, _) in own.items()}
             writer.commit_shards(next(filter(None, payloads)), shards)
             if rank == 0:
-                record_event(self._job, "recovered", step=newest.step, committed_step=committed)
+                record_event(self._job, "recovered", step=newest.origin.step, committed_step=committed)
 
     def _require_own_program(self, state: State) -> None:
-        made, job = state.origin.program_fingerprint, self._job
+        made, step, job = state.origin.program_fingerprint, state.origin.step, self._job
         if made != job.program_fingerprint and not job.allows_changed_program:
             raise ArtifactError(
-                f"{self._folder}: the copies of step {state.step:,} were made by program {made[:12]}, but this program "
+                f"{self._folder}: the copies of step {step:,} were made by program {made[:12]}, but this program "
                 f"is {job.program_fingerprint[:12]}. The next steps may have other bits. Continue with the program "
                 f"that made them, pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record, or remove that "
                 f"folder on all nodes to go on without them."
@@ -270,8 +269,8 @@ class MemoryCheckpoints:
                 logger.warning("this copy is left out: %s", error)
                 continue
             payload, skipped = copy.payload, copy.payload.loss_spikes.skipped_batches
-            state = State(sum(map(len, skipped)), payload.step, payload.origin(self._job.run, rank=0), copy.start)
-            if state.step > committed_step and merge_ranges([*skipped, *committed.skipped_batches]) == skipped:
+            state = State(sum(map(len, skipped)), payload.origin(self._job.run, rank=0), copy.start)
+            if payload.step > committed_step and merge_ranges([*skipped, *committed.skipped_batches]) == skipped:
                 found[state][int(folder.name.partition("-")[2])] = folder, payload
         return found
 
@@ -281,10 +280,6 @@ def _allocate(folder: Path, shard: FileEntry) -> FileEntry:
     with (folder / shard.path).open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, shard.bytes)
     return shard
-
-
-def _complete(folder: Path) -> Path:
-    return folder.rename(folder.with_name(folder.name.removeprefix(PARTIAL)))
 
 
 def _map(folder: Path, shard: FileEntry) -> Tensor:
