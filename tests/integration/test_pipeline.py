@@ -248,6 +248,14 @@ def test_a_cold_graph_stops_a_run_that_requires_a_warm_cache(root: Path, options
     assert len(list(root.glob("checkpoint/*"))) == 1
 
 
+def test_a_cache_serves_each_value_of_the_optimizer(place: Path, options: tuple[str, ...], call: Call) -> None:
+    values = ("weight_decay=0.3", "beta1=0.8", "beta2=0.9", "epsilon=1e-6", "max_grad_norm=0.5", "learning_rate=0.002")
+    changed = (*(f"--optimizer.{each}" for each in values), "--train.max_steps=2", "--compile.require_warm=true")
+    one = ("--root", str(place / "fsx"), "--launch=inline", "--parallel.data_parallel_size=1")
+    done = call("trainer", *options[:2], *one, *changed)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_flipped_byte_in_the_cache_is_found_before_a_worker_starts(
     root: Path, options: tuple[str, ...], call: Call
 ) -> None:

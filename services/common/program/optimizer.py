@@ -1,7 +1,7 @@
 """AdamW on buckets of parameters, a global gradient clip, and the learning-rate schedule.
 
 Shape suffixes: K buckets, N blocks of a bucket, P elements of a bucket, S elements of this rank's shard of a bucket,
-U elements of a unit that is updated at once, 1 and 4 numbers.
+U elements of a unit that is updated at once, 1 and 11 numbers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ _SHAPES: dict[Schedule, Callable[[float], float]] = {
 
 
 def step_scalars(optimizer: Optimizer, step: int, skipped_steps: int = 0) -> Tensor:
-    """Return the learning rate, AdamW's two bias corrections, and the number of updates that they count: [4] float32.
+    """Return the learning rate, AdamW's two bias corrections, the number of updates that they count, each beta and what
+    is left to 1, epsilon, the weight decay, and the largest gradient norm: [11] float32.
 
-    They are a tensor, so that no graph contains the step. The moments are means over the applied updates, so the bias
-    corrections count those: `skipped_steps` steps before this one were not applied.
+    They are a tensor, so that no graph contains the step or the recipe's optimizer. The moments are means over the
+    applied updates, so the bias corrections count those: `skipped_steps` steps before this one were not applied.
     """
-    updates = step + 1 - skipped_steps
-    corrections = (1.0 - optimizer.beta1**updates, 1.0 - optimizer.beta2**updates)
-    return torch.tensor([learning_rate(optimizer, step), *corrections, updates], dtype=torch.float32)
+    updates, beta1, beta2 = step + 1 - skipped_steps, optimizer.beta1, optimizer.beta2
+    rates = (learning_rate(optimizer, step), 1.0 - beta1**updates, 1.0 - beta2**updates, updates)
+    settings = (optimizer.epsilon, optimizer.weight_decay, optimizer.max_grad_norm)
+    return torch.tensor([*rates, beta1, 1.0 - beta1, beta2, 1.0 - beta2, *settings], dtype=torch.float32)
 
 
 class AdamW:
@@ -85,7 +87,7 @@ class AdamW:
             self._update_unit = backend.compile(self._update, is_dynamic=True)
 
     @torch.no_grad()
-    def step(self, gradients_S: Sequence[Tensor], divisor: int, scalars_4: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, gradients_S: Sequence[Tensor], divisor: int, scalars_11: Tensor) -> tuple[Tensor, Tensor]:
         """Update the weights once, with `step_scalars` and this rank's shard of `divisor` times the gradient for each
         bucket, summed over the data axis. The gradients are overwritten where the update is applied.
 
@@ -105,7 +107,8 @@ class AdamW:
         squares_1 = self._gradient_squares_K.sum(0, keepdim=True)
         norm_1 = self._backend.all_reduce(squares_1, "tensor").sqrt() / divisor
         is_finite_1 = torch.isfinite(norm_1)
-        scale_1 = torch.clamp(self._settings.max_grad_norm / (norm_1 + 1e-6), max=1.0) / divisor
+        # A division would have other bits than torch's quotient of a Python number and a tensor.
+        scale_1 = torch.clamp((norm_1 + 1e-6).reciprocal() * scalars_11[-1], max=1.0) / divisor
         for number, bucket in enumerate(self._buckets):
             tensors_S = (
                 self._weights_S[number],
@@ -115,25 +118,25 @@ class AdamW:
             )
             units_U = [bucket.update_units(each_S) for each_S in tensors_S]
             if self._is_fused:
-                self._update_fused(units_U, scale_1, is_finite_1, scalars_4, bucket.is_decayed)
+                self._update_fused(units_U, scale_1, is_finite_1, scalars_11, bucket.is_decayed)
                 continue
             for unit_U in zip(*units_U, strict=True):
-                self._update_unit(*unit_U, scale_1, is_finite_1, scalars_4, self._is_decayed_1[number])
+                self._update_unit(*unit_U, scale_1, is_finite_1, scalars_11, self._is_decayed_1[number])
         self.update_weights()
         return norm_1, is_finite_1
 
     @torch.no_grad()
-    def measure_squares(self, scalars_4: Tensor) -> Tensor:
+    def measure_squares(self, scalars_11: Tensor) -> Tensor:
         """Return sums of squares for each bucket, [3, K]: of the last step's gradient times its divisor, of its update,
         and of the weights before the update. It changes nothing.
 
-        `scalars_4` are those of the last step, which has to be applied. The update follows from the moments and the
+        `scalars_11` are those of the last step, which has to be applied. The update follows from the moments and the
         weights after it. Copies of a parameter count once. The sums have the same bits on all ranks, and for every
         number of ranks of the data axis: these exchange 2 numbers for each block of each bucket, and the ranks of the
         tensor axis 3 for each bucket.
         """
         assert self._gradient_squares_K is not None
-        updates_N, weights_N = zip(*self._measure_shards(scalars_4), strict=True)
+        updates_N, weights_N = zip(*self._measure_shards(scalars_11), strict=True)
         squares_NK = torch.stack([*updates_N, *weights_N], dim=1)
         if self.is_sharded:
             squares_NK = self._backend.all_gather(squares_NK, "data")
@@ -142,18 +145,17 @@ class AdamW:
         squares_3K = torch.stack([self._gradient_squares_K, updates_K * counted_K, weights_K * counted_K])
         return self._backend.all_reduce(squares_3K, "tensor")
 
-    def _measure_shards(self, scalars_4: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _measure_shards(self, scalars_11: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the sums of squares of each block [N] of this rank's shard of each bucket: of the last update, and of
         the weights before it.
         """
-        settings = self._settings
-        rate, correction1, correction2, _ = scalars_4.unbind()
+        rate, correction1, correction2, *_, epsilon, weight_decay, _ = scalars_11.unbind()
         for number, bucket in enumerate(self._buckets):
             tensors_S = self._weights_S[number], self.exp_avg_S[number], self.exp_avg_sq_S[number]
-            decay = rate * settings.weight_decay if bucket.is_decayed else 0.0 * rate
+            decay = rate * weight_decay if bucket.is_decayed else 0.0 * rate
             parts: list[tuple[Tensor, Tensor]] = []
             for weights_U, exp_avg_U, exp_avg_sq_U in zip(*map(bucket.update_units, tensors_S), strict=True):
-                moved_U = rate * (exp_avg_U / correction1) / ((exp_avg_sq_U / correction2).sqrt() + settings.epsilon)
+                moved_U = rate * (exp_avg_U / correction1) / ((exp_avg_sq_U / correction2).sqrt() + epsilon)
                 before_U = (weights_U + moved_U) / (1.0 - decay)
                 update_U = moved_U + decay * before_U
                 parts.append((bucket.sums_of_squares(update_U), bucket.sums_of_squares(before_U)))
@@ -187,7 +189,7 @@ class AdamW:
         units_U: Sequence[list[Tensor]],
         scale_1: Tensor,
         is_finite_1: Tensor,
-        scalars_4: Tensor,
+        scalars_11: Tensor,
         is_decayed: bool,
     ) -> None:
         """Update all units of a bucket by torch's fused kernel, in one pass over memory; `_update` makes 15.
@@ -196,7 +198,7 @@ class AdamW:
         those depend neither on the number of ranks nor on the number of threads. It also writes the clipped gradients.
         """
         settings = self._settings
-        rate, _, _, updates = scalars_4.unbind()
+        rate, _, _, updates, *_ = scalars_11.unbind()
         weights_U, exp_avg_U, exp_avg_sq_U, gradients_U = units_U
         torch._fused_adamw_(
             weights_U,
@@ -224,16 +226,15 @@ class AdamW:
         gradient_U: Tensor,
         scale_1: Tensor,
         is_finite_1: Tensor,
-        scalars_4: Tensor,
+        scalars_11: Tensor,
         is_decayed_1: Tensor,
     ) -> None:
-        settings = self._settings
-        rate, correction1, correction2, _ = scalars_4.unbind()
+        rate, correction1, correction2, _, beta1, rest1, beta2, rest2, epsilon, weight_decay, _ = scalars_11.unbind()
         clipped_U = gradient_U * scale_1
-        new_exp_avg_U = settings.beta1 * exp_avg_U + (1.0 - settings.beta1) * clipped_U
-        new_exp_avg_sq_U = settings.beta2 * exp_avg_sq_U + (1.0 - settings.beta2) * clipped_U.square()
-        direction_U = (new_exp_avg_U / correction1) / ((new_exp_avg_sq_U / correction2).sqrt() + settings.epsilon)
-        decay_1 = is_decayed_1 * (rate * settings.weight_decay)
+        new_exp_avg_U = beta1 * exp_avg_U + rest1 * clipped_U
+        new_exp_avg_sq_U = beta2 * exp_avg_sq_U + rest2 * clipped_U.square()
+        direction_U = (new_exp_avg_U / correction1) / ((new_exp_avg_sq_U / correction2).sqrt() + epsilon)
+        decay_1 = is_decayed_1 * (rate * weight_decay)
         weights_U.copy_(torch.where(is_finite_1, weights_U - decay_1 * weights_U - rate * direction_U, weights_U))
         exp_avg_U.copy_(torch.where(is_finite_1, new_exp_avg_U, exp_avg_U))
         exp_avg_sq_U.copy_(torch.where(is_finite_1, new_exp_avg_sq_U, exp_avg_sq_U))

@@ -120,10 +120,10 @@ class Program:
         self.gradient_seconds += time.perf_counter() - started - (self._layers.waited_seconds if self._layers else 0.0)
         count = self.recipe.batch.num_micro_batches
         loss_1 = self._losses.result() / count
-        scalars_4 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
+        scalars_11 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
         gradients_S = [total.result() for total in self._sums]
         self.state.hold_updates()
-        norm_1, is_applied_1 = self.optimizer.step(gradients_S, count, scalars_4)
+        norm_1, is_applied_1 = self.optimizer.step(gradients_S, count, scalars_11)
         del gradients_S  # on a lazy device a tensor that is alive when the graph ends is one of its outputs
         self.backend.end_graph()
         return StepResult(loss_1, norm_1, is_applied_1)
@@ -198,8 +198,8 @@ class Program:
         """Return `AdamW.measure_squares` of step number `step`, which was the last one and was applied: [3, K] on the
         device. The arguments are those of its `train_step`. All workers call this. Raises `WorkersLost`.
         """
-        scalars_4 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
-        squares_3K = self.optimizer.measure_squares(scalars_4)
+        scalars_11 = self.backend.place(step_scalars(self.recipe.optimizer, step, skipped_steps))
+        squares_3K = self.optimizer.measure_squares(scalars_11)
         self.backend.end_graph()
         return squares_3K
 

@@ -319,12 +319,12 @@ class Optimizer(Section):
     can be made longer."""
     cooldown_steps: Annotated[Positive | None, TRAINED] = None
     """Steps before `decay_steps` in which the rate of `wsd` falls; only `wsd` has them."""
-    beta1: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1), TRACED] = 0.95
-    epsilon: Annotated[float, Field(gt=0), TRACED] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0), TRACED] = 0.1
+    beta1: Annotated[float, Field(ge=0, lt=1), TRAINED] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1), TRAINED] = 0.95
+    epsilon: Annotated[float, Field(gt=0), TRAINED] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0), TRAINED] = 0.1
     """Decay of matrices; norm weights have none."""
-    max_grad_norm: Annotated[float, Field(gt=0), TRACED] = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0), TRAINED] = 1.0
 
     @model_validator(mode="after")
     def _has_what_its_schedule_needs(self) -> Self:

@@ -25,8 +25,7 @@ DECIDED = {
     ),
     "compile_cache checkpoint": (
         *("model", "parallel.reduce_dtype", "batch.micro_batch_size", "batch.loss_chunk_tokens"),
-        *("optimizer.beta1", "optimizer.beta2", "optimizer.epsilon", "optimizer.weight_decay"),
-        *("optimizer.max_grad_norm", "train.dtype", "train.param_dtype", "train.attention_mask", "train.z_loss"),
+        *("train.dtype", "train.param_dtype", "train.attention_mask", "train.z_loss"),
     ),
     "compile_cache": (
         *("parallel.tensor_parallel_size", "parallel.threads_per_worker", "parallel.device", "compile.flags"),
@@ -35,6 +34,8 @@ DECIDED = {
     "checkpoint": (
         *("batch.global_batch_size", "optimizer.schedule", "optimizer.learning_rate", "optimizer.min_learning_rate"),
         *("optimizer.warmup_steps", "optimizer.warmup_begin_step", "optimizer.decay_steps", "optimizer.cooldown_steps"),
+        *("optimizer.beta1", "optimizer.beta2", "optimizer.epsilon", "optimizer.weight_decay"),
+        "optimizer.max_grad_norm",
         *("compile.enabled", "train.seed", "train.data_seed", "train.initial_weights", "train.branch"),
         *("train.reduction", "train.evaluation_tokens", "train.mixture"),
     ),

@@ -67,8 +67,8 @@ def test_updates_match_torch_adamw_with_clipping_and_decay_on_matrices_only(
         gradients = {MATRIX: 8 * matrix.grad, VECTOR: 8 * vector.grad}
         if step in poisoned:
             gradients[MATRIX][1, 2] = poisoned[step]
-        scalars_4 = step_scalars(SETTINGS, step, skipped_steps)
-        our_norm_1, is_applied = optimizer.step(_flatten(buckets, gradients), 8, scalars_4)
+        scalars_11 = step_scalars(SETTINGS, step, skipped_steps)
+        our_norm_1, is_applied = optimizer.step(_flatten(buckets, gradients), 8, scalars_11)
         assert bool(is_applied) == (step not in poisoned)
         if step in poisoned:
             skipped_steps += 1
