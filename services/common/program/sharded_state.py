@@ -20,8 +20,6 @@ from services.common.program.optimizer import AdamW
 from services.common.program.sharding import Sharding
 from services.common.program.state import StateKind, StateSlice
 
-_NAMES = {"weight": "master weights", "exp_avg": "first moments", "exp_avg_sq": "second moments"}
-
 
 class ShardedState:
     """This rank's shard of the state: float32 master weights, and AdamW's two moments of each.
@@ -122,7 +120,7 @@ class ShardedState:
             held = {"weights": (bucket.weights, bucket.is_sharded)}
             for kind, tensors in self._optimizer.state().items():
                 if kind != "weight" or is_sharded or bucket.dtype != torch.float32:  # otherwise they are one memory
-                    held[_NAMES[kind]] = [tensors[number]], is_sharded
+                    held[f"optimizer's {kind}"] = [tensors[number]], is_sharded
             copies = mesh.size(bucket.sum_axis) if bucket.sum_axis else 1
             for name, (tensors, is_shard) in held.items():
                 if copies * (1 if is_shard else mesh.data_parallel_size) > 1:

@@ -147,13 +147,10 @@ class MemoryCheckpoints:
         """
         packed = pack()  # first, because it frees the snapshot, for which a checkpoint may wait
         rank, size = self._group.rank, self._group.world_size
-        if not self._have_room(payload.step):
-            return []
-        own = self._make(payload, rank, lambda folder: write_packed(folder, shard_name(rank), packed))
-        if not own:
-            return []
-        if not self._sends:
-            return [own[0]]
+        has_room = self._have_room(payload.step)
+        own = has_room and self._make(payload, rank, lambda folder: write_packed(folder, shard_name(rank), packed))
+        if not own or not self._sends:
+            return [own[0]] if own else []
         sent, received = bytearray(json.dumps(asdict(own[1])).encode().ljust(ENTRY_BYTES)), bytearray(ENTRY_BYTES)
         self._exchange(*(torch.frombuffer(each, dtype=torch.uint8) for each in (sent, received)))
         theirs = FileEntry(**json.loads(received))
@@ -223,23 +220,20 @@ class MemoryCheckpoints:
         complete = [state for state, size in sizes.items() if len(holders[state]) == size]
         if complete:
             newest = max(complete, key=lambda state: (state.num_skipped_batches, state.origin.step))
-            self._require_own_program(newest)
+            made, step = newest.origin.program_fingerprint, newest.origin.step
+            if made != self._job.program_fingerprint and not self._job.allows_changed_program:
+                raise ArtifactError(
+                    f"{self._folder}: the copies of step {step:,} are of program {made[:12]}, but this program is "
+                    f"{self._job.program_fingerprint[:12]}. The next steps may have other bits. Continue with the "
+                    f"program that made them, pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record, or "
+                    f"remove that folder on all nodes to go on without them."
+                )
             own = {shard: found[newest][shard] for shard, worker in holders[newest].items() if worker == rank}
             payloads = self._group.gather(own[0][1] if 0 in own else None)
             shards = {shard: (folder / shard_name(shard)).read_bytes for shard, (folder, _) in own.items()}
             writer.commit_shards(next(filter(None, payloads)), shards)
             if rank == 0:
-                record_event(self._job, "recovered", step=newest.origin.step, committed_step=committed)
-
-    def _require_own_program(self, state: State) -> None:
-        made, step, job = state.origin.program_fingerprint, state.origin.step, self._job
-        if made != job.program_fingerprint and not job.allows_changed_program:
-            raise ArtifactError(
-                f"{self._folder}: the copies of step {step:,} were made by program {made[:12]}, but this program "
-                f"is {job.program_fingerprint[:12]}. The next steps may have other bits. Continue with the program "
-                f"that made them, pass {ALLOW_CHANGED_PROGRAM}, which the next checkpoints record, or remove that "
-                f"folder on all nodes to go on without them."
-            )
+                record_event(self._job, "recovered", step=step, committed_step=committed)
 
     def _read_committed(self) -> tuple[int, LossSpikes]:
         """Return the step of the newest checkpoint, whether or not it is intact, and its state of loss spikes."""

@@ -65,22 +65,16 @@ def compare_runs(root: Path, names: str, *, as_json: bool = False) -> int:
         print_table(*losses)
     print()
     print_table(*values)
-    path = write_comparison(root, runs, numbers, losses, values)
+    path = write_comparison(root, runs, numbers=numbers, losses=losses, values=values)
     print(f"\n{path}")
     return 0
 
 
-def write_comparison(
-    root: Path,
-    runs: Sequence[str],
-    numbers: Sequence[Sequence[str]],
-    losses: Sequence[Sequence[str]],
-    values: Sequence[Sequence[str]],
-) -> Path:
+def write_comparison(root: Path, runs: Sequence[str], **tables: Sequence[Sequence[str]]) -> Path:
     """Write the page into the folder of all runs, and return its path.
 
-    `numbers` is the table of the runs' newest numbers, `losses` that of `_losses_by_corpus`, and `values` that of the
-    recipe values that differ, each with its row of headings.
+    The tables are the runs' newest `numbers`, the `losses` of `_losses_by_corpus` and the recipe `values` that differ,
+    each with its row of headings.
     """
     curves = {run: _read_curves(run_folder(root, run)) for run in runs}
     series = {"validation-loss": Series("evaluation.loss")} | {name: CHARTS[name][0] for name in COMPARED}
@@ -89,10 +83,8 @@ def write_comparison(
         "comparison.html",
         title=f"{len(runs)} runs compared",
         subtitle=f"Millrace runs, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        numbers=numbers,
-        losses=losses,
         other_text=OTHER_TEXT,
-        values=values,
+        **tables,
         data={"runs": [each.positions() for each in curves.values()], "marks": {}, "charts": charts},
     )
     path = run_folder(root, COMPARISON_FILE)
