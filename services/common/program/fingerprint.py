@@ -6,17 +6,14 @@ error can name those that differ.
 
 from __future__ import annotations
 
-import ast
-import functools
-import hashlib
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from services.common.program.backends.choice import choose_backend
 from services.common.recipe.schema import Recipe, identity
+from services.common.source_code import digest_source
 
 CONTENT_VERSION = 1
 """Number to raise when the compiler stage stores other bytes for the same program."""
@@ -35,49 +32,9 @@ def program_facts(recipe: Recipe) -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         **backend.facts(recipe),
-        "source": source_digest(f"{PACKAGE}.step", backend.__module__),
+        "source": digest_source(f"{PACKAGE}.step", backend.__module__, packages=(f"{PACKAGE}.",)),
         "content_version": CONTENT_VERSION,
     }
-
-
-def source_digest(*modules: str) -> str:
-    """Return the SHA-256 of the syntax trees of these modules and of all modules of the program that they import.
-    Comments, docstrings and formatting do not change it.
-
-    Raises `FileNotFoundError` where the program is installed without its source, and has no digest.
-    """
-    trees: dict[str, str] = {}
-    waiting = list(modules)
-    while waiting:
-        module = waiting.pop()
-        path = Path(__file__).parent.joinpath(*module.removeprefix(f"{PACKAGE}.").split(".")).with_suffix(".py")
-        if module in trees or (module not in modules and not path.is_file()):  # a name in a module
-            continue
-        imported, trees[module] = _parse(path.read_text(encoding="utf-8"))
-        waiting += [name for name in imported if name.startswith(f"{PACKAGE}.")]
-    listed = "".join(f"{module}\n{tree}\n" for module, tree in sorted(trees.items()))
-    return hashlib.sha256(listed.encode()).hexdigest()
-
-
-@functools.lru_cache(maxsize=128)  # a command asks several times, and parsing all modules takes 0.1 s
-def _parse(text: str) -> tuple[list[str], str]:
-    """Return the full names of all imports, also of those inside of functions, where `from a import b` is `a` and
-    `a.b`, and the syntax tree without the statements that are a text alone.
-    """
-    tree, imported = ast.parse(text), list[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            imported += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            imported += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
-    return imported, ast.dump(tree)
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def explain_difference(

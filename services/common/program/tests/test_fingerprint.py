@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.program import fingerprint
+from services.common import source_code
 
 STEP, BACKEND = "services.common.program.step", "services.common.program.backends.torch_native"
 REDUCTION = "reduction.py"
@@ -17,17 +17,17 @@ REDUCTION = "reduction.py"
 @pytest.fixture
 def digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that changes a file in a copy of the program and returns the copy's digest."""
-    program = Path(fingerprint.__file__).parent
-    copy = tmp_path / "program"
-    shutil.copytree(program, copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
-    monkeypatch.setattr(fingerprint, "__file__", str(copy / "fingerprint.py"))
+    copy = tmp_path / "services/common/program"
+    ignored = shutil.ignore_patterns("__pycache__", "tests")
+    shutil.copytree(source_code.ROOT / "services/common/program", copy, ignore=ignored)
+    monkeypatch.setattr(source_code, "ROOT", tmp_path)
 
     def change(file: str = "", old: str = "", new: str = "") -> str:
         if file:
             text = (copy / file).read_text(encoding="utf-8") if (copy / file).exists() else ""
             assert old in text
             (copy / file).write_text(text.replace(old, new, 1) if old else text + new, encoding="utf-8")
-        return fingerprint.source_digest(STEP, BACKEND)
+        return source_code.digest_source(STEP, BACKEND, packages=("services.common.program.",))
 
     return change
 
@@ -53,7 +53,7 @@ def test_a_cache_stays_warm_unless_a_statement_of_the_step_changes(
 
 
 def test_a_program_without_its_source_has_no_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "__file__", str(tmp_path / "fingerprint.pyc"))
+    monkeypatch.setattr(source_code, "ROOT", tmp_path)
 
     with pytest.raises(FileNotFoundError):
-        fingerprint.source_digest(STEP, BACKEND)
+        source_code.digest_source(STEP, packages=())
