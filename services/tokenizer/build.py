@@ -15,7 +15,7 @@ from services.common.launch.launcher import Launcher
 from services.common.problem_list import list_names
 from services.common.process.progress import show_progress
 from services.common.recipe.schema import Corpus, Recipe
-from services.tokenizer.corpus_inputs import CorpusInputs
+from services.tokenizer.corpus_inputs import CorpusInputs, digest_code
 from services.tokenizer.duplicates import Duplicates, find_duplicates
 from services.tokenizer.encode_task import EncodedPartitions, EncodeTask, encode_partition
 from services.tokenizer.encoding.encoder import token_dtype
@@ -73,6 +73,7 @@ def build_corpus(
         bad_files=tuple(encoded.bad_files[:MAX_BAD_FILES]),
         sources=_count_sources(recipe, encoded, overlap),
         splits=splits,
+        source_code=digest_code(),
         phases=tuple(phase_timer.phases),
     )
     links = inputs.link(recipe, [encoded.text_digest(source) for source in range(len(recipe.corpus.sources))])

@@ -34,7 +34,7 @@ from services.common.process.progress import reporting_progress
 from services.common.process.telemetry import configure_logging
 from services.common.recipe.derived import describe
 from services.tokenizer.build import build_corpus
-from services.tokenizer.corpus_inputs import list_corpus_inputs
+from services.tokenizer.corpus_inputs import CONTENT_VERSION, digest_code, list_corpus_inputs
 from services.tokenizer.scratch import discard_outdated
 from services.tokenizer.sources.bad_rows import require_few_bad_rows, show_first
 from services.tokenizer.tools.pinning import pin
@@ -121,6 +121,7 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
         "shorter than corpus.min_document_bytes dropped": payload.documents_too_short,
         "exact duplicates dropped": payload.documents_duplicate,
         "left out by their source's weight": payload.documents_not_sampled,
+        "further copies by their source's weight": payload.documents_repeated,
         "documents with invalid UTF-8 repaired": payload.documents_with_invalid_utf8,
     }
     if any(noted.values()):
@@ -143,6 +144,12 @@ def summarize(corpus: Artifact[CorpusManifest], is_new: bool, seconds: float) ->
         ]
     checked = f", the same as {payload.reference}'s for {payload.documents_checked:,} documents that both encoded"
     lines.append(f"  ids         by {payload.encoder}{checked if payload.documents_checked else ''}")
+    if payload.source_code != digest_code():
+        by = corpus.manifest.producer
+        lines.append(
+            f"  made by     tokenizer {by.version}, commit {by.git_sha[:12]}; the code has changed since. If it gives "
+            f"other bytes, raise CONTENT_VERSION (now {CONTENT_VERSION}) in services/tokenizer/corpus_inputs.py"
+        )
     spent = ", ".join(f"{phase.name} {phase.seconds:.1f}" for phase in payload.phases)
     spent = spent if is_new else "only the manifest was read"
     return "\n".join([*lines, f"  seconds     {seconds:.1f} ({spent})"])

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from services.common.artifacts.manifest import InputLink
 from services.common.artifacts.store import artifact_id
 from services.common.recipe.schema import Recipe
+from services.common.source_code import digest_source
 from services.tokenizer.sources.documents import list_inputs
 from services.tokenizer.sources.input_files import FileListing
 from services.tokenizer.vocabulary.files import VocabularyFiles, read_vocabulary
 
-CONTENT_VERSION = 4
+CONTENT_VERSION = 5
 """A part of every corpus's id. A release that gives other bytes for the same recipe and inputs raises it."""
+_PACKAGES = ("services.tokenizer.", "services.common.vocabularies.", "services.common.artifacts.corpus_rows")
 
 
 @dataclass(frozen=True)
@@ -48,3 +50,8 @@ def list_corpus_inputs(recipe: Recipe) -> CorpusInputs:
     if vocabulary is not None:
         digests.append(vocabulary.digest)
     return CorpusInputs(artifact_id(recipe, "corpus", CONTENT_VERSION, digests), listings, vocabulary)
+
+
+def digest_code() -> str:
+    """Return the digest of the code that decides a corpus's bytes. A module that moves does not change it."""
+    return digest_source("services.tokenizer.build", packages=_PACKAGES, with_imports=False)

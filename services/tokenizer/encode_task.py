@@ -100,7 +100,7 @@ class EncodedPartitions:
         self.sources: npt.NDArray[np.int32] = partitions["source"]
         self._is_first_pass: npt.NDArray[np.bool_] = partitions["pass_number"] == 0
         self.encoders: set[str] = set()
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(documents_repeated=0)
         self.documents, self.text_bytes, self._tokens = (
             {split: np.zeros(len(partitions), np.int64) for split in SPLITS} for _ in range(3)
         )
@@ -112,12 +112,16 @@ class EncodedPartitions:
     def add(self, index: int, encoded: EncodedPartition) -> None:
         """Add the result of the encode task of partition `index`."""
         self.encoders.add(encoded.encoder)
-        self.counts.update(encoded.counts)
         self._text_digests[index] = np.frombuffer(bytes.fromhex(encoded.text_xxh3), np.uint8)
-        self.duplicates[index] = encoded.counts.get("documents_duplicate", 0)
         self.files_without_text.update(encoded.files_without_text)
-        if encoded.bad_files and self._is_first_pass[index]:
-            self._bad_files[index] = encoded.bad_files
+        if self._is_first_pass[index]:
+            self.counts.update(encoded.counts)
+            self.duplicates[index] = encoded.counts.get("documents_duplicate", 0)
+            if encoded.bad_files:
+                self._bad_files[index] = encoded.bad_files
+        else:
+            self.counts["documents_checked"] += encoded.counts["documents_checked"]
+            self.counts["documents_repeated"] += sum(part.documents for part in encoded.parts.values())
         for split, part in encoded.parts.items():
             self.documents[split][index] = part.documents
             self.text_bytes[split][index] = part.text_bytes

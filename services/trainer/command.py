@@ -1,4 +1,4 @@
-"""The commands of the trainer stage, which turns corpus/4 and compile_cache/1 into checkpoint/4 and run/1.
+"""The commands of the trainer stage, which turns corpus/5 and compile_cache/1 into checkpoint/4 and run/1.
 
 `python -m services.trainer [COMMAND] --recipe FILE`; `train` is the default. A command imports what needs torch once
 its command line is right.

@@ -97,7 +97,7 @@ def test_ctrl_c_ends_a_subcommand_and_what_nobody_followed_is_found_again(harnes
     [name] = one_offs(harness)
     assert name in harness.run("stage-status").said
     done = harness.run("stage-run", **command)
-    assert (done.code, f"{name} of " in done.said, "corpus/4" in done.said) == (0, True, True), done.said
+    assert (done.code, f"{name} of " in done.said, "corpus/5" in done.said) == (0, True, True), done.said
     assert one_offs(harness) == []
 
 

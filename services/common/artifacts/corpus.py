@@ -1,4 +1,4 @@
-"""Defines corpus/4: packed token rows in Arrow files, from which `token_stream` cuts training samples.
+"""Defines corpus/5: packed token rows in Arrow files, from which `token_stream` cuts training samples.
 
 A split of T tokens is one stream of documents, and each document is BOS + tokens + EOS, or tokens + EOS where the
 tokenizer has no BOS. Rows of L tokens are in `<split>/shard-*.arrow` (columns `input_ids`, `doc_starts` and `check`),
@@ -127,7 +127,7 @@ class CorpusPayload(ManifestModel):
     """Documents of this corpus and fuzz texts for which encoder and reference gave the same ids."""
     control_text: Literal["text"]
     documents_read: Count
-    """Documents read; one that a source's weight above 1 takes twice counts twice."""
+    """Documents of the sources. These counts have a document once, whatever its source's weight."""
     documents_empty: Count
     """Dropped documents without a token."""
     documents_too_short: Count
@@ -135,8 +135,9 @@ class CorpusPayload(ManifestModel):
     documents_duplicate: Count
     """Documents that were dropped as exact duplicates of an earlier document; 0 with `corpus.duplicates = "keep"`."""
     documents_not_sampled: Count
-    """Documents that a pass over their source left out: those beyond the source's weight, and those of the validation
-    split in each pass but the first."""
+    """Documents that a weight below 1 left out."""
+    documents_repeated: Count
+    """Further copies of documents that weights above 1 put into the training split."""
     documents_with_invalid_utf8: Count
     bad_rows: dict[BadRowReason, Count]
     """Rows that were skipped because they hold no document, by reason. They are none of `documents_read`."""
@@ -145,6 +146,8 @@ class CorpusPayload(ManifestModel):
     sources: tuple[SourceCounts, ...]
     """Counts of each source in the order of the recipe. A corpus that another program packed may have none."""
     splits: dict[Split, SplitCounts]
+    source_code: str
+    """Digest of the program that made the corpus, by which a later one tells that it has changed; no part of the id."""
     phases: tuple[Phase, ...]
 
     @property
@@ -217,7 +220,7 @@ class CorpusPayload(ManifestModel):
                     f"{name}: {counts.rows:,} rows in shards of {self.rows_per_shard:,}, and check_digests of "
                     f"{len(counts.check_digests):,} files"
                 )
-        kept = sum(counts.documents for counts in self.kept)
+        kept = sum(counts.documents for counts in self.kept) - self.documents_repeated
         dropped = (
             self.documents_too_short + self.documents_duplicate + self.documents_not_sampled + self.documents_empty
         )
@@ -236,7 +239,7 @@ class CorpusPayload(ManifestModel):
 
 
 class CorpusManifest(Manifest):
-    SCHEMA: ClassVar[str] = "corpus/4"
+    SCHEMA: ClassVar[str] = "corpus/5"
 
     corpus: CorpusPayload
 

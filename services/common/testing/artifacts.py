@@ -21,7 +21,7 @@ from services.common.artifacts.store import Address, Artifact, Draft, Workspace,
 from services.common.recipe.schema import Recipe, fingerprint, identity
 
 ID = "0123456789abcdef"
-CORPUS = InputLink(schema_id="corpus/4", path="/corpus/small", id="fedcba9876543210", content_digest="0" * 64)
+CORPUS = InputLink(schema_id="corpus/5", path="/corpus/small", id="fedcba9876543210", content_digest="0" * 64)
 FACTS = {"torch": "none"}
 FILES = {"graphs/ab/inner/one.bin": b"one" * 100, "graphs/two.bin": b"two" * 100, "three.json": b"{}"}
 

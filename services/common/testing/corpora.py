@@ -31,10 +31,12 @@ def corpus_payload(
         documents_too_short=0,
         documents_duplicate=0,
         documents_not_sampled=0,
+        documents_repeated=0,
         documents_with_invalid_utf8=0,
         bad_rows={},
         bad_files=(),
         sources=(),
         splits=dict(splits),
+        source_code="none",
         phases=(),
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from services.common import source_code
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.store import find_artifact
 from services.common.recipe.file import load_recipe
@@ -24,6 +25,7 @@ from services.common.testing.disks import mounted, remount
 from services.common.testing.ray_clusters import joining, running_cluster
 from services.common.testing.seeds import draw_seed
 from services.common.testing.waiting import wait_until
+from services.tokenizer.corpus_inputs import CONTENT_VERSION
 from services.tokenizer.tests.builders import (
     is_anything_published,
     make_documents,
@@ -209,6 +211,35 @@ def test_a_second_run_finds_the_corpus_and_a_changed_input_makes_another(
     assert published(root).manifest.inputs != first.manifest.inputs
     found = find_artifact(root, "corpus", "test", load_recipe(recipe), CorpusManifest, made_by="")
     assert found.path == published(root).path
+
+
+def test_a_corpus_says_that_the_code_has_changed_since(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever edits the stage and forgets CONTENT_VERSION is told; another docstring or import is no change."""
+    recipe, root = write_recipe(tmp_path, write_documents(tmp_path / "text", make_documents(20))), tmp_path / "fsx"
+    made = publish(recipe, root).manifest
+    ignored = shutil.ignore_patterns("__pycache__", "tests")
+    for package in ("services/tokenizer", "services/common"):
+        shutil.copytree(source_code.ROOT / package, tmp_path / "code" / package, ignore=ignored)
+    monkeypatch.setattr(source_code, "ROOT", tmp_path / "code")
+    edited = tmp_path / "code/services/tokenizer/text_batch.py"
+    for old, new, is_told in (
+        ("", "", False),
+        ('"""Batches of', '"""Some batches of', False),
+        ("import numpy.typing as npt\n", "import numpy.typing as npt\nimport os\n", False),
+        ("BATCH_BYTES = 4 *", "BATCH_BYTES = 5 *", True),
+    ):
+        edited.write_text(edited.read_text().replace(old, new, 1))
+        capsys.readouterr()
+        assert run(recipe, root) == 0
+        printed = capsys.readouterr().out
+        assert "already published" in printed
+        told = [line for line in printed.splitlines() if "CONTENT_VERSION" in line or "code has changed" in line]
+        assert bool(told) == is_told
+    assert made.producer.version in told[0]
+    assert made.producer.git_sha[:12] in told[0]
+    assert str(CONTENT_VERSION) in told[0]
 
 
 @pytest.fixture

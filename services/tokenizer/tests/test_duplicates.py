@@ -134,8 +134,8 @@ def test_the_first_source_keeps_a_document_and_every_pass_drops_the_same(mix: Mi
 
     assert decode_documents(corpus.path, "train") == [x, y, z + b"\n", w, x, y, z + b"\n"]
     counts = corpus.manifest.corpus
-    assert counts.documents_read == 2 * 4 + 3
-    assert [source.documents_duplicate for source in counts.sources] == [2, 2]
+    assert (counts.documents_read, counts.documents_duplicate, counts.documents_repeated) == (4 + 3, 1 + 2, 3)
+    assert [source.documents_duplicate for source in counts.sources] == [1, 2]
     assert "duplicates" in {phase.name for phase in counts.phases}
 
 

@@ -44,7 +44,8 @@ def test_two_and_a_half_takes_each_twice_and_half_once_more_after_all_sources(mi
     assert 200 - 3 * 10 < len(third) < 200 + 3 * 10
     assert third == [document for document in repeated if document in set(third)]
     counts = corpus.manifest.corpus
-    assert (counts.documents_read, counts.documents_not_sampled) == (3 * 400 + 50, 400 - len(third))
+    read = (counts.documents_read, counts.documents_not_sampled, counts.documents_repeated)
+    assert read == (400 + 50, 0, 400 + len(third))
     assert [each.splits["train"].documents for each in counts.sources] == [800 + len(third), 50]
 
 
