@@ -57,7 +57,7 @@ class Source(Section):
 
     uri: Annotated[str, Field(min_length=1)]
     """`pydoc://` (the documentation that ships with CPython), a local or fsspec path, folder or glob, or
-    `datasets://NAME`, the rows that `datasets.load_dataset` gives of a data set on the Hugging Face hub or in a folder.
+    `datasets://NAME`, the rows that `datasets.load_dataset` gives of a data set on the hub, a folder, a file or a glob.
     Credentials belong into `~/.netrc`, the hub's token (`HF_TOKEN`) and AWS's credential chain."""
     format: Literal["auto", "text", "jsonl", "parquet", "arrow", "wikicorpus"] = "auto"
     """Format of the files. `auto` goes by the file name's ending, `text` makes each file one document, and `wikicorpus`
@@ -135,7 +135,8 @@ class VocabularyTraining(Section):
 class Tokenizer(Section):
     model: Annotated[str | None, CORPUS] = None
     """Path or address of a SentencePiece model, a `tokenizer.json` or a tiktoken file, or `hf://OWNER/NAME` or a folder
-    with the files of any tokenizer that `AutoTokenizer` loads, unless `train` makes one."""
+    with the files of any tokenizer that `AutoTokenizer` loads, unless `train` makes one. A file means its own ids, and
+    a folder those of `AutoTokenizer`."""
     train: Annotated[VocabularyTraining | None, CORPUS] = None
     bos_token: Annotated[str | None, CORPUS] = None
     """Special token before each document, for a `tokenizer.json` other than Llama 2's and 3's. A folder's tokenizer has

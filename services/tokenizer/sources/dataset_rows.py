@@ -8,6 +8,7 @@ the data set after another. Its options, which the data set's card can set (the 
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import logging
 import tempfile
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 _FORMAT_OF_BUILDER: dict[str, Format] = {"parquet": "parquet", "arrow": "arrow"}
 _ANY_ERROR = (Exception,)  # what `datasets`, pandas, Arrow and file systems raise has no common class
 _OPTIONS_OF_FILES = frozenset({"name", "version", "data_dir", "data_files", "description"})
+_MADE_BY_SAVE_TO_DISK = ("state.json", "dataset_dict.json")
 _ROWS = 1_000
 
 
@@ -91,7 +93,18 @@ def _load_builder(source: Source) -> Any:
         warn_of_branch(source.uri, source.revision)
     # The home folder, which has the default cache, may be read-only.
     with as_artifact_error(source.uri, _ANY_ERROR), tempfile.TemporaryDirectory(prefix="millrace-") as unused:
-        return datasets.load_dataset_builder(name, source.subset, revision=source.revision, cache_dir=unused)
+        files: Any = None
+        if any(Path(name, each).exists() for each in _MADE_BY_SAVE_TO_DISK):  # which `load_dataset` refuses
+            saved = datasets.load_from_disk(name)
+            splits = saved if isinstance(saved, dict) else {str(saved.split or source.split): saved}
+            files = {split: [each["filename"] for each in part.cache_files] for split, part in splits.items()}
+            name = "arrow"
+        elif "://" in name or Path(name).is_file() or (glob.has_magic(name) and not Path(name).exists()):
+            path = name if "://" in name else str(Path(name).absolute())
+            name, files = unused, glob.escape(path) if Path(name).is_file() else path
+        return datasets.load_dataset_builder(
+            name, source.subset, revision=source.revision, data_files=files, cache_dir=unused
+        )
 
 
 def _describe_builder(builder: Any, source: Source, listing: FileListing) -> str:

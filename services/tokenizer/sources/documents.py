@@ -15,7 +15,7 @@ from services.common.recipe.schema import Source
 from services.tokenizer.sources import columns, hub, jsonl, python_docs, wikicorpus
 from services.tokenizer.sources.bad_rows import BadRows, explain_too_long
 from services.tokenizer.sources.file_discovery import list_files
-from services.tokenizer.sources.file_system import open_text, require_unchanged
+from services.tokenizer.sources.file_system import is_compressed, open_text, require_unchanged
 from services.tokenizer.sources.input_files import FileListing, FileRange, Format, InputFile, whole_file
 from services.tokenizer.text_batch import TextBatch, join_small
 
@@ -147,9 +147,13 @@ def _require_utf8(file: InputFile, max_document_bytes: int) -> None:
             valid, repairs = _repair(batch)
             num_bytes, num_repairs = num_bytes + valid.text_bytes, num_repairs + repairs
     if num_repairs >= FEW_REPAIRED and num_repairs > MAX_REPAIRED * num_bytes:
+        advice = "Write its text again as UTF-8"
+        if file.format in ("text", "jsonl"):
+            unpacked = "its unpacked text" if is_compressed(file.uri) else "it"
+            advice = f"Name a copy: convert {unpacked} with `iconv -f ENCODING -t UTF-8 FILE > COPY`"
         raise ArtifactError(
             f"{file.uri}: {num_repairs:,} of {num_bytes:,} bytes are not UTF-8, expected at most {MAX_REPAIRED:.0%}. "
-            f"Convert it with `iconv -f ENCODING -t UTF-8`, or remove it from corpus.sources."
+            f"{advice}, or remove it from corpus.sources."
         )
 
 

@@ -10,6 +10,8 @@ import codecs
 import io
 import lzma
 import os
+import re
+import shlex
 import tarfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -29,8 +31,9 @@ from services.tokenizer.sources.input_files import InputFile
 # Arrow reads all streams of a file and notices one that is cut off; bz2 drops damage after a stream, and zstandard does
 # neither.
 _ARROW_CODECS = {".bz2": "bz2", ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
-_FSSPEC_CODECS = {".gz": "gzip", ".tgz": "gzip", ".xz": "xz", ".lzma": "lzma"}
+_FSSPEC_CODECS = {".gz": "gzip", ".tgz": "gzip", ".lzma": "lzma"}
 _BUFFER_BYTES = 2**20
+_LFS_MARK = b"version https://git-lfs.github.com/spec/"
 _LIBRARY_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, pa.ArrowException)
 # Of a remote file these are bugs of Millrace, and no fault of the network, the store or the account.
 _BUGS = (TypeError, AttributeError, KeyError, NameError, AssertionError)
@@ -83,7 +86,39 @@ def as_artifact_error(uri: str, errors: tuple[type[Exception], ...] = ()) -> Ite
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         is_hub_lost = uri.startswith(("datasets://", "hf://")) and type(error).__name__.startswith("Connect")
         advice = " Check the name, the network or proxy, and HF_TOKEN for gated data." if is_hub_lost else ""
+        if isinstance(error, FileNotFoundError):
+            advice = advise_hub(uri, "hf")
         raise ArtifactError(f"{place}: cannot be read: {reason.strip().rstrip('.')}.{advice}") from error
+
+
+def advise_hub(uri: str, protocol: str) -> str:
+    """Return a sentence for a path that does not exist and looks like the name of a repository, or no sentence."""
+    return f" A repository of the hub is {protocol}://{uri}." if re.fullmatch(r"[\w.-]+/[\w.-]+", uri) else ""
+
+
+class _XzReader(io.RawIOBase):
+    """The text of all streams of an xz file. `lzma.LZMAFile` drops the streams behind padding, which is zeros."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._stream = file, lzma.LZMADecompressor(lzma.FORMAT_XZ)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        text = b""
+        while not text:
+            content = self._stream.unused_data
+            if self._stream.eof:
+                while not (content := content.lstrip(b"\0")):
+                    if not (content := self._file.read(_BUFFER_BYTES)):
+                        return 0
+                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
+            elif self._stream.needs_input and not (content := self._file.read(_BUFFER_BYTES)):
+                raise EOFError("the file ends within a stream: it is cut off")
+            text = self._stream.decompress(content, len(buffer))
+        buffer[: len(text)] = text
+        return len(text)
 
 
 @contextmanager
@@ -96,6 +131,8 @@ def open_file(uri: str) -> Iterator[io.BufferedReader[Any]]:
         fsspec.core.OpenFile(file_system, path, compression=_FSSPEC_CODECS.get(ending)) as file,
     ):
         stream = pa.CompressedInputStream(file, _ARROW_CODECS[ending]) if ending in _ARROW_CODECS else file
+        if ending == ".xz":
+            stream = _XzReader(file)
         # fsspec's own readline reads a block of 5 MB for every line of a remote file.
         reader = io.BufferedReader(stream, _BUFFER_BYTES)
         if is_compressed(uri) and not reader.peek(1) and not file_system.size(path):
@@ -137,6 +174,13 @@ def read_file(uri: str) -> bytes:
         return file.read()
 
 
+def require_no_lfs_pointer(uri: str, content: bytes) -> None:
+    """Raise `ArtifactError` for the content of a file in whose place Git has left a pointer."""
+    if content.startswith(_LFS_MARK):
+        folder = shlex.quote(str(Path(uri).parent))
+        raise ArtifactError(f"{uri}: a pointer of Git LFS, not the file. Fetch the files: `git -C {folder} lfs pull`.")
+
+
 def is_local(file_system: Any) -> bool:
     """Return whether a file system of fsspec is the one of this machine."""
     return isinstance(file_system, fsspec.implementations.local.LocalFileSystem)
@@ -144,7 +188,7 @@ def is_local(file_system: Any) -> bool:
 
 def is_compressed(path: str) -> bool:
     """Return whether `open_file` decompresses a file, by its name's extension."""
-    return path.lower().endswith((*_ARROW_CODECS, *_FSSPEC_CODECS))
+    return path.lower().endswith((*_ARROW_CODECS, *_FSSPEC_CODECS, ".xz"))
 
 
 def stat_file(file_system: Any, path: str) -> tuple[int, str]:

@@ -6,11 +6,12 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,6 +108,51 @@ def test_rows_are_those_of_load_dataset(tmp_path: Path, name: str) -> None:
     theirs = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
 
     assert read(folder) == ["" if text is None else text for text in theirs["text"]]
+
+
+def save_again(folder: Path, rows: datasets.Dataset) -> None:
+    """Save in more files and then in fewer, of which the first ones remain."""
+    rows.save_to_disk(folder, num_shards=4)
+    rows.save_to_disk(folder, num_shards=2)
+
+
+def save_and_map(folder: Path, rows: datasets.Dataset) -> None:
+    rows.save_to_disk(folder)
+    datasets.load_from_disk(folder).map(lambda row: {"text": row["text"].upper()})
+
+
+def save_and_filter(folder: Path, rows: datasets.Dataset) -> None:
+    rows.save_to_disk(folder)
+    datasets.load_from_disk(folder).filter(lambda row: "7" in row["text"])
+
+
+SAVED: tuple[Callable[[Path, datasets.Dataset], None], ...] = (save_again, save_and_map, save_and_filter)
+
+
+@pytest.mark.parametrize("save", SAVED)
+def test_a_folder_of_save_to_disk_has_the_rows_of_load_from_disk(
+    tmp_path: Path, save: Callable[[Path, datasets.Dataset], None]
+) -> None:
+    """`map` and `filter` leave their results beside the rows, and saving again its earlier files."""
+    folder, rows = tmp_path / "all" / "saved", datasets.Dataset.from_dict({"text": TEN_LINES.splitlines()})
+    save(folder, rows)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/saved", recursive=True)
+    expected = datasets.load_from_disk(folder)["text"]
+
+    for uri in (str(folder), f"{folder}/*.arrow", str(tmp_path / "all"), "memory://saved", f"datasets://{folder}"):
+        assert read_all(Source(uri=uri)) == expected
+    assert read_all(Source(uri=f"datasets://{folder}", template="{{ text }}!")) == [f"{text}!" for text in expected]
+    memory.rm("/saved", recursive=True)
+
+
+def test_saved_splits_are_read_one_by_one(tmp_path: Path) -> None:
+    rows = {name: datasets.Dataset.from_dict({"text": [f"{name} {n}" for n in range(5)]}) for name in ("train", "test")}
+    datasets.DatasetDict(rows).save_to_disk(tmp_path)
+    for name, split in rows.items():
+        assert read_all(Source(uri=f"datasets://{tmp_path}", split=name)) == split["text"]
+    with pytest.raises(ArtifactError, match="train, test"):
+        read_all(Source(uri=f"datasets://{tmp_path}", split="dev"))
 
 
 @pytest.mark.parametrize(

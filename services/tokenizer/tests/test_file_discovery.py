@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from services.common.errors import ArtifactError, MillraceError
+from services.common.errors import ArtifactError, MillraceError, RecipeError
 from services.common.recipe.file import load_recipe
 from services.common.recipe.schema import Source
 from services.tokenizer.sources.documents import list_inputs
@@ -123,6 +124,72 @@ def test_what_writers_leave_beside_their_parts_is_no_document(tmp_path: Path, ca
     assert names_of(tmp_path / "data", format="text") == ["_metadata.txt", "part-0", "x/part-1"]
     assert not caplog.records
     assert [names_of(tmp_path / "data" / name, format="text") for name in marks] == [[name] for name in marks]
+
+
+LOGS = {
+    "Delta": ["part-0.parquet", "part-1.parquet", "_delta_log/00000000000000000000.json"],
+    "Delta in a folder": ["deep/part-0.parquet", "deep/_delta_log/00000000000000000010.checkpoint.parquet"],
+    "Iceberg": ["data/00000-0-a.parquet", "metadata/00000-b.metadata.json", "metadata/snap-1.avro"],
+    "Spark's stream": ["part-0.parquet", "_spark_metadata/0"],
+    "a job of Spark that was killed": ["part-0.json", "_temporary/0/_temporary/attempt_1/part-1.json"],
+}
+
+
+@pytest.mark.parametrize("names", LOGS.values(), ids=LOGS)
+def test_a_table_is_refused_and_its_live_files_are_named_alone(tmp_path: Path, names: list[str]) -> None:
+    """Its folder also holds removed rows, which only its log tells."""
+    files = [f"data/{name}" for name in names]
+    write_tree(tmp_path, *files)
+    write_to_memory(files)
+    live = names[0]
+    for base in (str(tmp_path), "memory:/"):
+        for uri in ("data", "data/", "data/**"):
+            with pytest.raises(RecipeError, match="file_uris"):
+                names_of(f"{base}/{uri}")
+        assert names_of(f"{base}/data/{live}") == [live]
+    if "_delta_log" in names[-1]:
+        with pytest.raises(RecipeError):
+            names_of(f"{tmp_path}/data/{Path(live).parent}/*.parquet")
+
+
+SPLITS = {
+    "folders": ["train/a.txt", "train/b.txt", "test/a.txt"],
+    "names of files": ["train.txt", "my-val_1.txt", "test-00000-of-00001.txt"],
+    "an evaluation": ["x/train_1/a.txt", "x/evaluation.v2/a.txt"],
+    "one split": ["train/a.txt", "train/b.txt"],
+    "words that hold a keyword": ["training.txt", "latest.txt", "contest/a.txt", "devil.txt"],
+    "no split": ["a.txt", "b.txt"],
+}
+
+
+@pytest.mark.parametrize("names", SPLITS.values(), ids=SPLITS)
+def test_a_folder_of_several_splits_is_read_whole_and_says_so(
+    tmp_path: Path, names: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    folder = write_tree(tmp_path, *(f"data/{name}" for name in names)) / "data"
+    splits = datasets.load_dataset_builder(str(folder), cache_dir=str(tmp_path / "cache")).config.data_files
+
+    assert names_of(folder) == sorted(names)
+
+    assert ("splits" in caplog.text) == (len(splits) > 1)
+    chosen = [file.uri.partition("/data/")[2] for file in list_inputs(Source(uri=f"datasets://{folder}"))]
+    assert sorted(chosen) == sorted(str(path).partition("/data/")[2] for path in splits["train"])
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"ab" * 32)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.json", "a.parquet", "a.arrow", "a.txt.gz", "a.csv"])
+@pytest.mark.parametrize("protocol", ["", "datasets://"])
+def test_a_pointer_of_git_is_no_document(tmp_path: Path, name: str, protocol: str) -> None:
+    (tmp_path / "it's").mkdir()
+    (tmp_path / "it's" / name).write_bytes(POINTER)
+    keys = {"format": "text"} if name == "a.csv" and not protocol else {}
+    with pytest.raises(ArtifactError) as caught:
+        names_of(f"{protocol}{tmp_path}/it's", **keys)
+    command = shlex.split(str(caught.value).split("`")[1])
+    assert command == ["git", "-C", f"{tmp_path}/it's", "lfs", "pull"]
 
 
 def test_a_link_to_no_file_is_named(tmp_path: Path) -> None:

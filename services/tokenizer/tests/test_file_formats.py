@@ -157,6 +157,11 @@ def test_a_key_that_is_missing_or_holds_no_text_is_refused(
     assert repr(column) in message
 
 
+def compress_to_blocks(content: bytes) -> bytes:
+    """Compress and pad with zeros as a tape does, or as `xz` may."""
+    return lzma.compress(content) + bytes(8)
+
+
 @pytest.mark.parametrize(
     ("ending", "compress", "after", "is_read"),
     [
@@ -164,12 +169,15 @@ def test_a_key_that_is_missing_or_holds_no_text_is_refused(
         (".gz", gzip.compress, b"garbage", False),
         (".bz2", bz2.compress, b"", True),
         (".bz2", bz2.compress, b"garbage", False),
+        (".xz", lzma.compress, b"", True),
+        (".xz", compress_to_blocks, bytes(2**20), True),
+        (".xz", compress_to_blocks, b"garbage", False),
     ],
 )
 def test_streams_that_follow_one_another(
     tmp_path: Path, ending: str, compress: Callable[[bytes], bytes], after: bytes, is_read: bool
 ) -> None:
-    """Zeros behind a stream of gzip are the padding of tapes and tar."""
+    """Zeros behind a stream of gzip or xz are the padding of tapes and tar."""
     path, half = tmp_path / f"a.jsonl{ending}", len(DOCUMENTS) // 2
     path.write_bytes(compress(jsonl(DOCUMENTS[:half])) + compress(jsonl(DOCUMENTS[half:])) + after)
     if is_read:
@@ -177,17 +185,6 @@ def test_streams_that_follow_one_another(
     else:
         with pytest.raises(ArtifactError, match=path.name):
             read_all(Source(uri=str(path)))
-
-
-def test_what_datasets_saves_to_disk_is_read(tmp_path: Path) -> None:
-    """The folder has Arrow streams, and JSON files that hold no documents."""
-    datasets = pytest.importorskip("datasets")
-    saved = datasets.Dataset.from_dict({"id": range(len(DOCUMENTS)), "text": DOCUMENTS})
-    saved.save_to_disk(str(tmp_path / "saved"), num_shards=3)
-    assert len(list((tmp_path / "saved").glob("*.json"))) == 2
-
-    assert read_all(Source(uri=str(tmp_path / "saved"))) == DOCUMENTS
-    assert read_all(Source(uri=f"datasets://{tmp_path / 'saved'}")) == DOCUMENTS
 
 
 @pytest.mark.parametrize(("name", "mode"), [("raw.en.tgz", "w:gz"), ("raw.en.tar", "w")])
