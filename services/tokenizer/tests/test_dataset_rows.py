@@ -7,6 +7,7 @@ import json
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import jinja2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Source
@@ -271,6 +273,38 @@ def test_a_corpus_of_all_of_them_is_the_same_for_any_workers(stage: Stage, tmp_p
     assert len({(corpus.manifest.id, corpus.manifest.content_digest) for corpus in made}) == 1
 
 
+LLAMA = """{%- if not date_string is defined %}{%- if strftime_now is defined %}
+{%- set date_string = strftime_now("%d %b %Y") %}{%- else %}{%- set date_string = "26 Jul 2024" %}{%- endif %}
+{%- endif %}{%- if not tools is defined %}{%- set tools = none %}{%- endif %}
+{{- date_string }}{%- if tools is not none %} {{- tools | tojson(indent=4) }}{%- endif %}
+{%- for m in messages %}{%- if m.role == "tool" and tools is none %}{{- raise_exception("no tools") }}{%- endif %}
+{{- m.role + ": " }}{% generation %}{{ m.content or "-" }}{% endgeneration %}{% if not loop.last %}, {% endif %}
+{%- endfor %}{% if add_generation_prompt %} assistant: {% endif %}"""
+QWEN = """{%- if tools %}{{ tools }}{% endif %}{%- set ns = namespace(last=messages|length - 1) %}
+{%- if enable_thinking is defined and enable_thinking is false %}off {% endif %}{{- messages[ns.last].content }}"""
+
+
+@pytest.mark.parametrize("template", [LLAMA, QWEN])
+def test_a_chat_template_gives_the_text_of_apply_chat_template(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without tools; and where it would print the day's date, it takes the date that it has for other libraries."""
+    folder = write(tmp_path / "folder", {"a.jsonl": objects(*CHATS, key="messages")})
+    render: Any = render_jinja_template  # its types are not so
+    expected, _ = render(CHATS, chat_template=template)
+    today = datetime.now().strftime("%d %b %Y")  # noqa: DTZ005 - as transformers takes it
+    expected = [text.replace(today, "26 Jul 2024") for text in expected]
+    assert read_all(Source(uri=f"datasets://{folder}", template=template)) == expected
+
+
+def test_what_a_template_raises_is_a_bad_row(tmp_path: Path) -> None:
+    source = Source(uri=f"datasets://{write(tmp_path / 'calls', CASES['objects of many types'][0])}", template=LLAMA)
+    with pytest.raises(RecipeError, match="messages"):
+        read_all(source)
+    with pytest.raises(ArtifactError, match=r"row 1: .*no tools"):
+        read_all(source.model_copy(update={"template": LLAMA.replace("messages", "turns")}))
+
+
 PHOTO = {"a.tar": tar("s1", "s2", txt=b"x", jpg=b"no image")}
 TWO = {"a.jsonl": objects(CHATS[0], [], CHATS[1], key="messages")}
 
@@ -282,6 +316,8 @@ TWO = {"a.jsonl": objects(CHATS[0], [], CHATS[1], key="messages")}
         (PHOTO, "{{ jpg }}", RecipeError, "The columns are txt"),
         (TWO, "{{ id", RecipeError, "line 1"),
         (TWO, "{{ messages | random }}", RecipeError, "random"),
+        (TWO, "{{ strftime_now('%Y') }}", RecipeError, "strftime_now"),
+        (TWO, "{% if mesages %}{{ id }}{% endif %}", RecipeError, "mesages"),
         (TWO, "{{ messages[0].content }}", ArtifactError, r"a\.jsonl: row 2: .*messages: List"),
         (TWO, "{{ messages[0].text }}", ArtifactError, "row 1: .*'text'"),
         (TWO, "{{ messages[0].text | trim }}", ArtifactError, "row 1: .*'text'"),
