@@ -5,7 +5,6 @@ encoders, which return the same ids.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,31 +65,30 @@ def _load(content: bytes, folder: Path, vocabulary: Vocabulary) -> Codec:
                 encoding.decode,
             )
         case "tokenizer_json":
-            return _load_json(content)
+            return load_json(content)
         case "hugging_face":
-            from services.common.vocabularies.hugging_face import load_folder, read_backend  # noqa: PLC0415
+            from services.common.vocabularies.hugging_face import encode_texts, load_folder  # noqa: PLC0415
 
             theirs = load_folder(folder)
-            if backend := read_backend(theirs):
-                encode = _load_json(backend).encode_documents
-            else:
-                encode = partial(_encode_by_transformers, theirs)
-            return Codec(encode, lambda ids: str(theirs.decode(ids, skip_special_tokens=False)))
+            return Codec(
+                lambda documents: [
+                    np.array(ids, np.uint32) for ids in encode_texts(theirs, [each.decode() for each in documents])
+                ],
+                lambda ids: str(theirs.decode(ids, skip_special_tokens=False)),
+            )
 
 
-def _load_json(content: bytes) -> Codec:
+def load_json(content: bytes) -> Codec:
+    """Load the codec of a tokenizer.json."""
     from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
 
     tokenizer = load_tokenizer(content)
 
     def encode(documents: list[bytes]) -> list[npt.NDArray[Any]]:
-        encoded = tokenizer.encode_batch_fast([each.decode() for each in documents], add_special_tokens=False)
+        try:
+            encoded = tokenizer.encode_batch_fast([each.decode() for each in documents], add_special_tokens=False)
+        except Exception as error:  # the only class that tokenizers raises
+            raise ArtifactError(f"the tokenizer cannot encode a text: {error}.") from error
         return [np.array(each.ids, np.uint32) for each in encoded]
 
     return Codec(encode, lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)))
-
-
-def _encode_by_transformers(tokenizer: Any, documents: list[bytes]) -> list[npt.NDArray[Any]]:
-    from services.common.vocabularies.hugging_face import encode_texts  # noqa: PLC0415
-
-    return [np.array(ids, np.uint32) for ids in encode_texts(tokenizer, [each.decode() for each in documents])]

@@ -65,15 +65,19 @@ def read_backend(tokenizer: Any) -> bytes | None:
 
 
 def encode_texts(tokenizer: Any, texts: list[str], *, add_special_tokens: bool = False) -> list[list[int]]:
-    """Return the ids of each text as the tokenizer gives them."""
-    found: list[list[int]] = tokenizer(
-        texts,
-        add_special_tokens=add_special_tokens,
-        split_special_tokens=True,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,
-    )["input_ids"]
+    """Return the ids of each text as the tokenizer gives them. Raises `ArtifactError` where it cannot."""
+    if not texts:  # of which transformers makes no list
+        return []
+    try:
+        found: list[list[int]] = tokenizer(
+            texts,
+            add_special_tokens=add_special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+    except Exception as error:  # as in `load_folder`; classes for pages and entities take no text
+        raise ArtifactError(f"{type(tokenizer).__name__} of transformers cannot encode a text: {error}.") from error
     return found
 
 

@@ -19,9 +19,14 @@ from services.common.errors import ArtifactError
 def load_tokenizer(content: bytes) -> tokenizers.Tokenizer:
     """Load the tokenizer of a file, without truncation and padding. Encode with `add_special_tokens=False`.
 
-    Raises `ArtifactError` for added tokens on which the library itself fails.
+    Raises `ArtifactError` for added tokens on which the library itself fails, and for merges with dropout.
     """
     tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise ArtifactError(
+            f"the merges have dropout {dropout:g}, which gives a text other ids each time. In tokenizer.json, set "
+            f"model.dropout to null."
+        )
     tokenizer.encode_special_tokens = True  # their names in a text are encoded as text
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.server
 import json
+import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import tokenizers
 import transformers
 from tokenizers import processors
 
@@ -28,7 +31,18 @@ from services.tokenizer.tests.builders import (
     write_jsonl,
     write_recipe,
 )
-from services.tokenizer.tests.tokenizer_folders import DOCUMENTS, KINDS, byte_level, save, write_config, write_gpt2
+from services.tokenizer.tests.tokenizer_folders import (
+    DOCUMENTS,
+    KINDS,
+    byte_level,
+    save,
+    write_byte_fallback,
+    write_config,
+    write_gpt2,
+    write_llama3,
+    write_qwen,
+    write_t5,
+)
 
 
 def tokenize(tmp_path: Path, folder: Path) -> Artifact[CorpusManifest]:
@@ -91,6 +105,27 @@ def write_two_before(folder: Path) -> None:
     save(folder, tokenizer, bos_token="<s>", eos_token="</s>")
 
 
+def write_class(name: str, write: Callable[[Path], None], **settings: Any) -> Callable[[Path], None]:
+    """Return a function that writes a tokenizer's folder with another class."""
+
+    def write_with_class(folder: Path) -> None:
+        write(folder)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        write_config(folder, **config | {"tokenizer_class": name, **settings})
+
+    return write_with_class
+
+
+def write_dropout(folder: Path) -> None:
+    write_qwen(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["dropout"] = 0.1
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+SAMPLING = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
+
+
 @pytest.mark.parametrize(
     ("write", "settings", "named"),
     [
@@ -99,6 +134,10 @@ def write_two_before(folder: Path) -> None:
         (write_no_eos, {}, "tokenizer.eos_token"),
         (write_no_eos, {"tokenizer__eos_token": "[STOP]"}, "[STOP]"),
         (write_two_before, {}, "one"),
+        (write_dropout, {}, "dropout"),
+        (write_class("SiglipTokenizer", write_t5, sp_model_kwargs=SAMPLING), {}, "enable_sampling"),
+        (write_class("BertTokenizer", write_qwen), {}, "cannot encode"),
+        (write_class("LayoutLMv2Tokenizer", write_qwen), {}, "cannot encode"),
     ],
 )
 def test_a_folder_without_a_tokenizer_that_packs_is_refused(
@@ -137,6 +176,55 @@ def test_a_recipe_can_name_the_end_of_a_document_and_a_changed_file_is_another_i
     assert publish(recipe, tmp_path / "other").manifest.id != first.manifest.id
 
 
+CLASSES = {
+    "rules of its own": write_class("LlamaTokenizer", write_byte_fallback),
+    "another pattern": write_class("GPT2Tokenizer", write_llama3),
+    "another pattern for marks": write_class("Qwen3_5Tokenizer", write_qwen),
+    "a normaliser": write_class("LukeTokenizer", write_qwen),
+    "Python": write_class("ByT5Tokenizer", write_qwen),
+    "the file's rules": write_class("Qwen2Tokenizer", write_qwen),
+}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_folder_means_what_autotokenizer_gives_and_its_file_is_refused_where_that_differs(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each advice of the refusal is followed: the folder, or a copy of the file alone."""
+    folder, alone = tmp_path / "tokenizer", tmp_path / "alone"
+    folder.mkdir()
+    alone.mkdir()
+    CLASSES[kind](folder)
+    file = Path(shutil.copy(folder / "tokenizer.json", alone))
+    theirs, own = transformers.AutoTokenizer.from_pretrained(folder), tokenizers.Tokenizer.from_file(str(file))
+    own.encode_special_tokens = True
+    ids = {
+        folder: [theirs(text, split_special_tokens=True, add_special_tokens=False)["input_ids"] for text in DOCUMENTS],
+        file: [own.encode(text, add_special_tokens=False).ids for text in DOCUMENTS],
+    }
+    is_same = ids[folder] == ids[file]
+    names = [token for token, _ in sorted(own.get_vocab().items(), key=lambda each: each[1])][:2]
+    source = write_jsonl(tmp_path / "text.jsonl", DOCUMENTS)
+
+    def tokenize_with(model: Path, size: int, **settings: Any) -> int:
+        settings |= {"tokenizer__model": str(model), "model__vocab_size": size}
+        return run(write_recipe(tmp_path, source, **settings), tmp_path / f"fsx-{model.parent.name}")
+
+    settings = {"tokenizer__bos_token": names[0], "tokenizer__eos_token": names[1]}
+    size = max(own.get_vocab().values()) + 1
+    assert tokenize_with(folder / "tokenizer.json", size, **settings) == (0 if is_same else 3)
+    assert (type(theirs).__name__ in capsys.readouterr().err) != is_same
+    for model, expected in ids.items():
+        size = max((theirs if model == folder else own).get_vocab().values()) + 1
+        eos = {} if model == folder and theirs.eos_token_id is not None else settings
+        assert tokenize_with(model, size, **eos) == 0
+        assert (type(theirs).__name__ in capsys.readouterr().err) == (model == folder and not is_same)
+        found = published(tmp_path / f"fsx-{model.parent.name}")
+        bos = found.manifest.corpus.vocabulary.bos_id is not None
+        documents = [each[bos:-1] for each in read_stream(found.path, "train").documents]
+        assert documents == [list(each) for each in expected if each]
+
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -166,14 +254,20 @@ class _Hub(http.server.SimpleHTTPRequestHandler):
         pass
 
 
-def test_a_repository_of_the_hub_gives_the_corpus_of_its_folder(tmp_path: Path) -> None:
+def test_a_repository_of_the_hub_gives_the_corpus_of_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A name without `hf://` is a path, and its refusal says how the hub's is written."""
     folder = tmp_path / "tokenizer"
     folder.mkdir()
     write_gpt2(folder)
     local = tokenize(tmp_path, folder)
-    model = f"hf://owner/name@{COMMIT}"
     size = local.manifest.corpus.vocabulary.vocab_size
-    recipe = write_recipe(tmp_path, tmp_path / "text.jsonl", tokenizer__model=model, model__vocab_size=size)
+    settings: dict[str, Any] = {"tokenizer__model": "owner/name", "model__vocab_size": size}
+    assert run(write_recipe(tmp_path, tmp_path / "text.jsonl", **settings), tmp_path / "hub") == 3
+    [advised] = re.findall(r"A repository of the hub is (\S+)\.", capsys.readouterr().err)
+    settings["tokenizer__model"] = f"{advised}@{COMMIT}"
+    recipe = write_recipe(tmp_path, tmp_path / "text.jsonl", **settings)
     with serve(partial(_Hub, directory=str(folder))) as address:
         command = ["-m", "services.tokenizer", "--recipe", str(recipe), "--root", str(tmp_path / "hub")]
         process = start_python([*command, "--launch", "inline"], HF_ENDPOINT=address, HF_HUB_OFFLINE="0")

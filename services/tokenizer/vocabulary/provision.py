@@ -6,7 +6,9 @@ import hashlib
 import json
 import logging
 import tempfile
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -16,12 +18,22 @@ from services.common.artifacts.store import discard
 from services.common.artifacts.upstream import advise_vocab_size
 from services.common.errors import ArtifactError, RecipeError
 from services.common.recipe.schema import Corpus, Recipe, Tokenizer, VocabularyTraining
-from services.common.vocabularies.hugging_face import find_bos_and_eos, load_folder, main_file, read_backend
+from services.common.vocabularies.codec import load_json
+from services.common.vocabularies.fuzz import fuzz_documents
+from services.common.vocabularies.hugging_face import (
+    encode_texts,
+    find_bos_and_eos,
+    load_folder,
+    main_file,
+    read_backend,
+)
 from services.common.vocabularies.sentencepiece_model import load_model
 from services.tokenizer.corpus_inputs import CorpusInputs
+from services.tokenizer.encoding.encoder import FUZZ_DOCUMENTS
 from services.tokenizer.scratch import VOCABULARY, VOCABULARY_MARKER
 from services.tokenizer.sources.input_files import FileListing
 from services.tokenizer.tasks import read_marker, write_marker
+from services.tokenizer.vocabulary.files import read_vocabulary
 from services.tokenizer.vocabulary.text_sample import sample_text
 from services.tokenizer.vocabulary.training import train_vocabulary
 
@@ -65,6 +77,8 @@ def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> t
         else:
             vocabulary = describe_vocabulary(content, recipe.tokenizer)
             files = {_NAMES[vocabulary.kind]: content}
+            if uri and vocabulary.kind == "tokenizer_json":
+                _require_ids_of_folder(uri, content)
     except ArtifactError as error:
         raise ArtifactError(f"{uri}: {error}") from error
     if vocabulary.vocab_size != recipe.model.vocab_size:
@@ -122,15 +136,17 @@ def _describe_files(files: dict[str, bytes], settings: Tokenizer) -> Vocabulary:
 
     Raises `ArtifactError` where transformers cannot load it, or it has no token that ends a document.
     """
-    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
-        for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
-        tokenizer = load_folder(Path(folder))
+    tokenizer = _load_files(files)
     if backend := read_backend(tokenizer):
         from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
 
         load_tokenizer(backend)  # raises for added tokens on which the library fails
     ids: dict[str, int] = tokenizer.get_vocab()
+    texts = [text.decode() for text in fuzz_documents(sorted(ids), FUZZ_DOCUMENTS)]
+    if encode_texts(tokenizer, texts) != encode_texts(tokenizer, texts):
+        raise ArtifactError("the tokenizer gives a text other ids each time. Set its `enable_sampling` to false.")
+    if found := _find_other_class(files.get("tokenizer.json", b""), tokenizer):
+        logger.warning("the ids are those of AutoTokenizer by its class %s: tokenizer.json gives other ids", found)
     for token in filter(None, (settings.bos_token, settings.eos_token)):
         if token not in ids:
             raise ArtifactError(f"the tokenizer has no token {token!r}, which tokenizer.bos_token or eos_token names.")
@@ -153,6 +169,35 @@ def _describe_files(files: dict[str, bytes], settings: Tokenizer) -> Vocabulary:
         bos_id=bos_id,
         eos_id=eos_id,
     )
+
+
+def _load_files(files: dict[str, bytes]) -> Any:
+    with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
+        for name, content in files.items():
+            (Path(folder) / name).write_bytes(content)
+        return load_folder(Path(folder))
+
+
+def _find_other_class(content: bytes, tokenizer: Any) -> str:
+    """Return the class by which AutoTokenizer gives other ids than a tokenizer.json; empty where it gives the same."""
+    texts = fuzz_documents(sorted(tokenizer.get_vocab()), FUZZ_DOCUMENTS)
+    with suppress(ArtifactError, ValueError):  # one of them gives none
+        ids = [each.tolist() for each in load_json(content).encode_documents(texts)]
+        if ids != encode_texts(tokenizer, [text.decode() for text in texts]):
+            return type(tokenizer).__name__
+    return ""
+
+
+def _require_ids_of_folder(uri: str, content: bytes) -> None:
+    """Raise `ArtifactError` for a tokenizer.json in a folder for which AutoTokenizer gives other ids."""
+    folder, _, name = uri.rpartition("/")
+    if name != "tokenizer.json" or uri.startswith("http"):
+        return
+    files, found = read_vocabulary(folder or ".").content, ""
+    with suppress(ArtifactError):  # a class that cannot be loaded gives no ids
+        found = _find_other_class(content, _load_files(files)) if isinstance(files, dict) and len(files) > 1 else ""
+    if found:
+        raise ArtifactError(f"AutoTokenizer's {found} gives other ids. Name the folder, or a copy of the file alone.")
 
 
 def _describe_sentencepiece(content: bytes) -> tuple[int, int, int]:
