@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
 
 from services.common.artifacts.compile_cache import CompileCacheManifest, compile_cache_name
-from services.common.artifacts.corpus import CorpusManifest
+from services.common.artifacts.corpus import CorpusManifest, CorpusPayload
+from services.common.artifacts.manifest import read_sealed
 from services.common.artifacts.store import Artifact, find_artifact, open_artifact, published_ids, require_in_place
 from services.common.errors import ArtifactError, shell_command
 from services.common.problem_list import list_names
@@ -53,13 +55,14 @@ def open_corpora(
     first = open_corpus(recipe, recipe_path, root, own)
     found, vocabulary = {recipe.corpus.name: first}, first.manifest.corpus.vocabulary
     for name in list(corpus_weights(recipe))[1:]:
-        corpus = _require_fit(_find_published(root, name), recipe, "the tokenizer stage with its own recipe")
+        published = _find_published(root, name, first.manifest.corpus)
+        corpus = _require_fit(published, recipe, "the tokenizer stage with its own recipe")
         theirs, digest = corpus.manifest.corpus.vocabulary, corpus.manifest.content_digest
         if theirs.model_copy(update={"path": vocabulary.path}) != vocabulary:
             raise ArtifactError(
                 f"{corpus.path}: has the vocabulary {theirs.sha256[:12]}, and {first.path} has "
-                f"{vocabulary.sha256[:12]}: in a mixture (train.mixture) each id means one text. Tokenize {name} with "
-                f'`[tokenizer] model = "{first.path / vocabulary.path}"`.'
+                f"{vocabulary.sha256[:12]}: in a mixture (train.mixture) each id means one text. "
+                f"{advise_tokenizer(first, name)}"
             )
         if twice := [each.path for each in found.values() if each.manifest.content_digest == digest]:
             raise ArtifactError(f"{corpus.path}: train.mixture has it twice, also as {twice[0]}. Add up the weights.")
@@ -67,11 +70,27 @@ def open_corpora(
     return found
 
 
-def _find_published(root: Path, name: str) -> Artifact[CorpusManifest]:
-    """Open the corpus NAME or NAME/ID of a mixture, where ID may be the beginning of one."""
+def advise_tokenizer(corpus: Artifact[CorpusManifest], name: str) -> str:
+    """Return the advice to tokenize the text of the corpus `name` with the tokenizer of another one."""
+    own, vocabulary = corpus.manifest.recipe["tokenizer"], corpus.manifest.corpus.vocabulary
+    path = corpus.path / vocabulary.path
+    keys = {"model": str(path.parent if vocabulary.kind == "hugging_face" else path)}
+    keys |= {key: own[key] for key in ("bos_token", "eos_token") if own.get(key)}
+    lines = "\n  ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items())
+    return f"Tokenize {name} with this in place of its [tokenizer] and [tokenizer.train]:\n\n  [tokenizer]\n  {lines}"
+
+
+def _find_published(root: Path, name: str, first: CorpusPayload) -> Artifact[CorpusManifest]:
+    """Open the corpus NAME or NAME/ID of a mixture, where ID may be the beginning of one. Of several, it is the one
+    with the vocabulary and the length of rows of the `first` corpus.
+    """
     folder, _, start = name.partition("/")
     collection = root / "corpus" / folder
     fitting = [each for each in published_ids(collection) if each.startswith(start)]
+    if len(fitting) > 1:
+        found = {each: read_sealed(collection / each)["corpus"] for each in fitting}
+        alike = [each for each in fitting if found[each]["vocabulary"]["sha256"] == first.vocabulary.sha256]
+        fitting = [each for each in alike if found[each]["sequence_length"] == first.sequence_length] or fitting
     if len(fitting) != 1:
         there = list_names(sorted(each.name for each in collection.parent.glob("*")))
         problem = (

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from services.common.artifacts.checkpoint import Ancestor, CheckpointManifest, LossSpikes, checkpoint_id
 from services.common.artifacts.manifest import MANIFEST
 from services.common.artifacts.store import Address, Artifact
+from services.common.artifacts.upstream import advise_tokenizer
 from services.common.errors import ArtifactError, RecipeError
 from services.common.problem_list import list_names, list_problems
 from services.common.recipe.changes import changed_fields
@@ -102,8 +103,8 @@ def require_same_vocabulary(
     if before.sha256 != now.sha256:
         raise RecipeError(
             f"{parent.path}: was trained with the tokenizer {before.sha256[:12]} of {found.path}, but {corpus.path} "
-            f"has {now.sha256[:12]}: its ids mean other text to these weights. Tokenize the new text with "
-            f'`[tokenizer] model = "{found.path / before.path}"`.'
+            f"has {now.sha256[:12]}: its ids mean other text to these weights. "
+            f"{advise_tokenizer(found, recipe.corpus.name)}"
         )
 
 

@@ -203,6 +203,23 @@ def test_what_cannot_be_mixed_is_refused(mix: Mix, tmp_path: Path, mixture: str,
         mix(mixture)
 
 
+def test_of_corpora_of_one_name_the_only_one_that_goes_with_the_first_is_mixed(mix: Mix, tmp_path: Path) -> None:
+    """After a change of the recipe `code` has three ids, of which one has the first's vocabulary and length of rows."""
+    changes: tuple[tuple[VocabularyKind, dict[str, str]], ...] = (
+        ("sentencepiece", {"corpus__sequence_length": "32"}),
+        ("tokenizer_json", {"corpus__min_document_bytes": "1"}),
+    )
+    for kind, overrides in changes:
+        make_corpus(tmp_path / "fsx", make_recipe(tmp_path, corpus__name="code", **overrides), 30, kind)
+    collection = tmp_path / "fsx/corpus/code"
+    assert len(list(collection.glob("*/manifest.json"))) == 3
+
+    mixed = mix().corpus.parts[1]
+
+    assert mixed.payload.vocabulary.sha256 == mix("{sentences = 1}").corpus.payload.vocabulary.sha256
+    assert mixed.payload.sequence_length == 16
+
+
 def test_a_branch_goes_on_in_each_corpus_and_with_the_same_mixture_as_its_parent(mix: Mix) -> None:
     """And it begins a corpus that its ancestors have not seen, or that it starts again."""
     equal, two_to_one = "{sentences = 1, code = 1}", "{sentences = 2, code = 1}"
