@@ -79,10 +79,13 @@ def _load(content: bytes, folder: Path, vocabulary: Vocabulary) -> Codec:
 
 
 def load_json(content: bytes) -> Codec:
-    """Load the codec of a tokenizer.json."""
+    """Load the codec of a tokenizer.json. Raises `ArtifactError` where tokenizers does not read it."""
     from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
 
-    tokenizer = load_tokenizer(content)
+    try:
+        tokenizer = load_tokenizer(content)
+    except ValueError as error:
+        raise ArtifactError(f"tokenizers cannot load the tokenizer.json: {error}.") from error
 
     def encode(documents: list[bytes]) -> list[npt.NDArray[Any]]:
         try:

@@ -138,9 +138,7 @@ def _describe_files(files: dict[str, bytes], settings: Tokenizer) -> Vocabulary:
     """
     tokenizer = _load_files(files)
     if backend := read_backend(tokenizer):
-        from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
-
-        load_tokenizer(backend)  # raises for added tokens on which the library fails
+        load_json(backend)  # raises for added tokens on which the library fails
     ids: dict[str, int] = tokenizer.get_vocab()
     texts = [text.decode() for text in fuzz_documents(sorted(ids), FUZZ_DOCUMENTS)]
     if encode_texts(tokenizer, texts) != encode_texts(tokenizer, texts):
@@ -181,7 +179,7 @@ def _load_files(files: dict[str, bytes]) -> Any:
 def _find_other_class(content: bytes, tokenizer: Any) -> str:
     """Return the class by which AutoTokenizer gives other ids than a tokenizer.json; empty where it gives the same."""
     texts = fuzz_documents(sorted(tokenizer.get_vocab()), FUZZ_DOCUMENTS)
-    with suppress(ArtifactError, ValueError):  # one of them gives none
+    with suppress(ArtifactError):  # one of them gives none
         ids = [each.tolist() for each in load_json(content).encode_documents(texts)]
         if ids != encode_texts(tokenizer, [text.decode() for text in texts]):
             return type(tokenizer).__name__
@@ -236,28 +234,11 @@ def _describe_json(content: bytes, settings: Tokenizer) -> tuple[int, int, int]:
             f"the two. Set tokenizer.bos_token and tokenizer.eos_token to two of the file's special tokens: "
             f"{', '.join(list(ids)[:20]) or 'it has none'}."
         )
-    _check_tokenizer(content, (bos, eos))
+    encode = load_json(content).encode
+    for token in (bos, eos):
+        if ids[token] in encode(token):
+            logger.warning("the model has %s as a piece of text: in a document it becomes that token", token)
     return largest + 1, ids[bos], ids[eos]
-
-
-def _check_tokenizer(content: bytes, special: tuple[str, str]) -> None:
-    """Raise `ArtifactError` for a file that tokenizers does not read, and warn where its model has control tokens."""
-    import tokenizers  # noqa: PLC0415
-
-    from services.common.vocabularies.tokenizer_json import load_tokenizer  # noqa: PLC0415
-
-    try:
-        tokenizer = load_tokenizer(content)
-    except ValueError as error:
-        raise ArtifactError(
-            f"tokenizer.model is JSON, but tokenizers {tokenizers.__version__} cannot load it as a tokenizer.json: "
-            f"{error}."
-        ) from error
-    for token in special:
-        if tokenizer.token_to_id(token) in tokenizer.encode(token, add_special_tokens=False).ids:
-            logger.warning(
-                "the vocabulary's model has %s as a piece of text: in a document it becomes that token", token
-            )
 
 
 def _looks_like_tiktoken(content: bytes) -> bool:
