@@ -170,8 +170,11 @@ def open_seekable_file(uri: str) -> Iterator[BinaryIO]:
 
 
 def read_file(uri: str) -> bytes:
+    """Return a file's content. Raises `ArtifactError` for a pointer of Git LFS."""
     with open_file(uri) as file:
-        return file.read()
+        content = file.read()
+    require_no_lfs_pointer(uri, content)
+    return content
 
 
 def require_no_lfs_pointer(uri: str, content: bytes) -> None:

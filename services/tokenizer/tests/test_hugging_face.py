@@ -116,6 +116,12 @@ def write_class(name: str, write: Callable[[Path], None], **settings: Any) -> Ca
     return write_with_class
 
 
+def write_pointer(folder: Path) -> None:
+    write_qwen(folder)
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n"
+    (folder / "tokenizer.json").write_text(pointer)
+
+
 def write_dropout(folder: Path) -> None:
     write_qwen(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -135,6 +141,7 @@ SAMPLING = {"enable_sampling": True, "nbest_size": -1, "alpha": 0.1}
         (write_no_eos, {"tokenizer__eos_token": "[STOP]"}, "[STOP]"),
         (write_two_before, {}, "one"),
         (write_dropout, {}, "dropout"),
+        (write_pointer, {}, "lfs pull"),
         (write_class("SiglipTokenizer", write_t5, sp_model_kwargs=SAMPLING), {}, "enable_sampling"),
         (write_class("BertTokenizer", write_qwen), {}, "cannot encode"),
         (write_class("LayoutLMv2Tokenizer", write_qwen), {}, "cannot encode"),

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import xxhash
 
 from services.common.errors import ArtifactError
 from services.common.vocabularies.hugging_face import is_tokenizer_file
-from services.tokenizer.sources.file_system import (
-    as_artifact_error,
-    find_file_system,
-    read_file,
-    require_no_lfs_pointer,
-)
+from services.tokenizer.sources.file_system import as_artifact_error, find_file_system, read_file
 
 
 @dataclass(frozen=True)
@@ -35,18 +30,15 @@ class VocabularyFiles:
 
 def read_vocabulary(uri: str) -> VocabularyFiles:
     """Read a vocabulary's file, or the tokenizer's files of a folder. Raises `ArtifactError` for a folder without."""
+    if uri.startswith(("http://", "https://")):  # have no folders
+        return VocabularyFiles(read_file(uri))
     file_system, path = find_file_system(uri)
     with as_artifact_error(uri):
-        # A web server has no folders.
-        if uri.startswith(("http://", "https://")) or not file_system.isdir(path):
-            content = read_file(uri)
-            require_no_lfs_pointer(uri, content)
-            return VocabularyFiles(content)
+        if not file_system.isdir(path):
+            return VocabularyFiles(read_file(uri))
         found = [each["name"] for each in file_system.ls(path, detail=True) if each["type"] != "directory"]
-        paths = {PurePosixPath(each).name: each for each in sorted(found)}
-        files = {name: file_system.cat_file(each) for name, each in paths.items() if is_tokenizer_file(name)}
-    for name, each in files.items():
-        require_no_lfs_pointer(str(Path(uri, name)), each)
+        names = sorted(filter(is_tokenizer_file, (PurePosixPath(each).name for each in found)))
+        files = {name: read_file(f"{uri.rstrip('/')}/{name}") for name in names}
     if not files:
         raise ArtifactError(f"{uri}: the folder has no files of a tokenizer, such as tokenizer.json.")
     return VocabularyFiles(files)
