@@ -71,16 +71,16 @@ demo: setup ## Tokenize, compile and train a recipe on this machine, and show th
 	@MAKE_VARIABLES="$(named)" $(python) -m deploy.commands demo
 
 runs: $(if $(on_cluster),infra-environment,setup) ## List runs and branches: state, steps, loss, cost; or compare some.
-#? COMPARE=RUN,RUN  Compare these runs, with a table of the recipe values that differ. Names or unique prefixes.
+#? COMPARE="RUN ..."  Compare runs, with a table of the recipe values that differ. Names, or prefixes of several.
 #? TARGET=local|kuberay|batch  Where the runs are. Default: local.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
-	@$(call inspect,$(if $(COMPARE),compare --runs "$(COMPARE)",runs))
+	@$(call inspect,$(if $(COMPARE),compare $(COMPARE),runs))
 
 report: $(if $(on_cluster),infra-environment,setup) ## Write the report of a run, also while it goes on.
 #? RUN=NAME  The run, by its name or a unique prefix of it. Required.
 #? TARGET=local|kuberay|batch  Where the run is. Default: local.
 #? ROOT=FOLDER  The folder for all artifacts. Default: ./fsx. TARGET=local only.
-	@$(call inspect,report --run "$(RUN)")
+	@$(call inspect,report "$(RUN)")
 
 cluster-local: setup infra-environment ## Start Kubernetes, Volcano, KubeRay and a Ray head on this machine.
 #? DOWN=1  Stop them instead; the artifacts stay in /var/lib/millrace/fsx.

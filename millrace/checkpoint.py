@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from services.trainer.conversion.configuration import Dtype
 from services.trainer.conversion.export import export
 from services.trainer.runs.run import open_run
-from services.trainer.runs.status import find_run
 
 
 def load_checkpoint(run: str, root: str | Path = "fsx", dtype: Dtype = "float32") -> tuple[Any, Any]:
@@ -22,7 +21,7 @@ def load_checkpoint(run: str, root: str | Path = "fsx", dtype: Dtype = "float32"
     no checkpoint yet, `RecipeError` for an unknown run.
     """
     root = Path(root).absolute()
-    opened = open_run(root, find_run(root, run))
+    opened = open_run(root, run)
     with tempfile.TemporaryDirectory(prefix="millrace-") as folder:
         exported = export(opened, Path(folder) / opened.name, dtype=dtype)
         model = AutoModelForCausalLM.from_pretrained(exported)  # nosec B615 # a folder of this machine

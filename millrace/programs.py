@@ -13,7 +13,7 @@ from millrace import TREE
 from millrace.recipe import find_recipe
 from services.common.errors import DeviceError
 
-RECIPE, RECIPES, DEPLOY = "--recipe", "recipe...", "deploy.commands"
+RECIPE, RECIPES, RUN, DEPLOY = "--recipe", "recipe...", "run", "deploy.commands"
 HELP = ("-h", "--help")
 LIBRARIES = {"tokenizer": "numba", "compiler": "torch", "trainer": "transformers", "deploy": "kubernetes"}
 """A library that only this extra of the package brings, or that stands for its others."""
@@ -39,7 +39,7 @@ class Program:
     words: tuple[str, ...] = ()
     """First words of the program: its subcommand."""
     first: str = RECIPE
-    """The option that the first word of the command is the value of, or RECIPES; empty where there is none."""
+    """The option that the first word of the command is the value of, or RECIPES, or RUN; empty where there is none."""
     default: str = ""
     """The first word where it is left out."""
 
@@ -55,7 +55,7 @@ class Program:
             given.insert(0, self.default)
         if self.first == RECIPES:
             given = [str(find_recipe(word)) if is_value(word) else word for word in given]
-        elif self.first and given and is_value(given[0]):
+        elif self.first.startswith("--") and given and is_value(given[0]):
             value = str(find_recipe(given[0])) if self.first == RECIPE else given[0]
             given[:1] = [self.first, value]
         if self.module == DEPLOY:
@@ -136,14 +136,14 @@ PROGRAMS: dict[str, dict[str, Program]] = {
     },
     "Runs and artifacts": {
         "runs": _trainer("runs", "List runs and branches: state, steps, loss, cost.", ""),
-        "compare": _trainer("compare", "Compare runs: RUN,RUN.", "--runs"),
-        "report": _trainer("report", "Write the report of a run, also while it goes on.", "--run"),
-        "summary": _trainer("summary", "Print what the three stages made."),
-        "sample": _trainer("sample", "Let the newest checkpoint continue a prompt."),
-        "evaluate": _trainer("evaluate", "Evaluate a checkpoint on a corpus."),
-        "export": _trainer("export", "Write a checkpoint for Hugging Face or NxD."),
+        "compare": _trainer("compare", "Compare runs, by names or by prefixes of several.", "run..."),
+        "report": _trainer("report", "Write the report of a run, also while it goes on.", RUN),
+        "summary": _trainer("summary", "Print what the three stages made.", RUN),
+        "sample": _trainer("sample", "Let the newest checkpoint continue a prompt.", RUN),
+        "evaluate": _trainer("evaluate", "Evaluate a checkpoint on a corpus.", RUN),
+        "export": _trainer("export", "Write a checkpoint for Hugging Face or NxD.", RUN),
         "import": _trainer("import", "Start a run with weights of Hugging Face, NxD or DCP."),
-        "inspect-checkpoint": _trainer("inspect-checkpoint", "Print the metadata and tensors of a checkpoint."),
+        "inspect-checkpoint": _trainer("inspect-checkpoint", "Print the metadata and tensors of a checkpoint.", RUN),
         "artifacts": Program("Verify, show, list or clean up artifacts.", "services.common.artifacts", (), ""),
     },
 }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deploy.client.requested_recipe import RequestedRecipe
 from services.common.errors import RecipeError
-from services.common.process.subcommands import names_of, reads_recipe, require_subcommand
+from services.common.process.subcommands import WITH_RECIPE, names_of, require_subcommand
 from services.common.recipe.schema import Stage
 
 HOURS = 6.0
@@ -72,7 +72,7 @@ def prepare_one_off(request: OneOffRequest, image: str, find_recipe: Callable[[]
     """
     subcommand, *arguments = request.words
     require_subcommand(request.stage, subcommand)
-    recipe = (request.recipe or find_recipe()).with_overrides_only() if reads_recipe(subcommand, arguments) else None
+    recipe = (request.recipe or find_recipe()).with_overrides_only() if subcommand in WITH_RECIPE else None
     words = (subcommand, *(recipe.arguments if recipe else ()), *arguments)
     asked = [request.stage, image, *words, "", recipe.text if recipe else "", getpass.getuser()]
     asked_json = json.dumps([*asked, request.memory_gib, request.seconds])

@@ -149,6 +149,11 @@ class PipelineView:
             state: State = "stopped" if exit_code in (EXIT_AGAIN, EXIT_INTERRUPTED) else "failed"
             self._change(stage, state, f"exit code {exit_code}{f': {reason}' if reason else ''}")
 
+    def folder_of(self, stage: str) -> str:
+        """Return the folder of the artifact that a stage has made or found; empty before its log says so."""
+        artifact = self._rows[stage].artifact
+        return artifact[0] if artifact else ""
+
     def take_line(self, stage: str, line: str, output: TextIO | None = None) -> None:
         """Print a line of a stage's log to `output`, by default stdout; the table shows a line of its progress."""
         row, progress = self._rows[stage], parse_progress_line(stage, line)

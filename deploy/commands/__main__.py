@@ -241,10 +241,9 @@ def run_pipeline(given: Given) -> int:
 @_command("demo", "recipe", "root", "arguments")
 def run_demo(given: Given) -> int:
     """Tokenize, compile and train a recipe on this machine, and show the run."""
-    from deploy.local.local_pipeline import run_local_pipeline, show_run  # noqa: PLC0415
+    from deploy.local.local_pipeline import run_local_pipeline  # noqa: PLC0415
 
-    pipeline = given.local_pipeline()
-    return run_local_pipeline(pipeline) or show_run(pipeline)
+    return run_local_pipeline(given.local_pipeline(), is_shown=True)
 
 
 @_command(

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TextIO
 
@@ -25,7 +25,6 @@ from deploy.stage_contract import make_command
 from services.common.errors import EXIT_INTERRUPTED
 from services.common.process.progress import PROGRESS_SECONDS_VARIABLE
 from services.common.process.shutdown import exit_code_after, on_stop_signal
-from services.common.recipe.file import read_override
 from services.common.recipe.schema import STAGES, Stage
 
 ORDER: tuple[tuple[Stage, ...], ...] = (("tokenizer", "compiler"), ("trainer",))
@@ -53,10 +52,11 @@ class LocalPipeline:
         return [sys.executable, *make_command(stage, str(self.recipe), str(self.root), self.arguments)[1:]]
 
 
-def run_local_pipeline(pipeline: LocalPipeline, *, is_dry_run: bool = False) -> int:
+def run_local_pipeline(pipeline: LocalPipeline, *, is_dry_run: bool = False, is_shown: bool = False) -> int:
     """Run the stages up to the first that fails, and return that stage's exit code.
 
     A stop signal is passed on to the stages that run, and no further stage begins. A dry run prints the commands.
+    With `is_shown` print at the end what the stages made, and a sample of the model's writing.
     """
     if is_dry_run:
         print("\n".join(shlex.join(pipeline.command_of(stage)) for stage in STAGES))
@@ -65,14 +65,11 @@ def run_local_pipeline(pipeline: LocalPipeline, *, is_dry_run: bool = False) -> 
     with PipelineView(STAGES, pipeline.repetition) as view:
         runner = _Runner(pipeline, view)
         with on_stop_signal(runner.pass_on, again=runner.pass_on):
-            return runner.run()
-
-
-def show_run(pipeline: LocalPipeline) -> int:
-    """Print what the stages made, and a sample of the model's writing; the exit code of the trainer's `summary`."""
-    overrides = tuple(each for each in pipeline.arguments if read_override(each))
-    command = replace(pipeline, arguments=overrides).command_of("trainer")
-    command.insert(command.index("services.trainer") + 1, "summary")
+            exit_code = runner.run()
+    if exit_code or not is_shown:
+        return exit_code
+    words = ("summary", Path(view.folder_of("trainer")).name, "--root", str(pipeline.root))
+    command = [sys.executable, "-m", "services.trainer", *words]
     return resolve_exit_code(subprocess.run(command, check=False).returncode)
 
 

@@ -46,31 +46,30 @@ from services.common.recipe.schema import fingerprint
 from services.trainer.checkpoints.lookup import verify_sizes
 from services.trainer.command_inputs import (
     find_own_corpus,
-    name_own_run,
     new_job,
+    open_checkpoint_of,
     open_evaluated,
     open_job,
-    open_own_checkpoint,
     open_own_corpus,
-    open_own_run,
 )
 from services.trainer.conversion.configuration import Dtype
 from services.trainer.inspection.fit import require_fit
 from services.trainer.inspection.goodput import NODE_MTBF_HOURS, NODE_WAIT_MINUTES
 from services.trainer.inspection.run_plan import Assumptions, describe_plan
-from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, Job, RunCorpus
+from services.trainer.job import ALLOW_CHANGED_PROGRAM, ALLOW_COLD_COMPILE, RUN_FILE, Job, RunCorpus
 from services.trainer.metrics.trackers import TRACKERS, require_trackers, tracking
 from services.trainer.report.comparison import compare_runs
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.description import write_run
 from services.trainer.runs.run import Run, open_run, open_started_run
 from services.trainer.runs.start import describe_start
-from services.trainer.runs.status import find_run, list_runs
+from services.trainer.runs.status import list_runs
 from services.trainer.runs.summary import summarize
 from services.trainer.workers.start import prestart_workers
 
 CLOSING_PROMPTS = ("If the", "Return a", "The method")
 
+RunName = Annotated[str, typer.Argument(metavar="RUN", help="name of the run, or a unique prefix of it")]
 Corpus = Annotated[Path | None, typer.Option("--corpus", help="corpus folder (default: the newest of this recipe)")]
 Cache = Annotated[Path | None, typer.Option(help="compile cache folder (default: the cache of this program)")]
 AllowColdCompile = Annotated[bool, typer.Option(ALLOW_COLD_COMPILE, help="compile at the start if there is no cache")]
@@ -191,53 +190,34 @@ def run_doctor(
     return doctor(given, launch, corpus_path, cache, "size" if quick else "full")
 
 
-@app.command(cls=RecipeCommand)
-def summary(context: Context, recipe_path: RecipePath, root: Root = ROOT, corpus_path: Corpus = None) -> int:
+@app.command()
+def summary(run_name: RunName, root: Root = ROOT) -> int:
     """Print what the three stages made, and a sample of the model's writing."""
-    run = open_own_run(read_given(context, recipe_path, root), corpus_path)
+    run = open_run(root, run_name)
     print(summarize(run))
     print(f"\nThe model writes:\n{closing_sample(run)}")
     return 0
 
 
-@app.command(cls=RecipeCommand)
-def report(
-    context: Context,
-    recipe_path: Annotated[
-        Path | None, typer.Option("--recipe", metavar="FILE", help="the TOML file of the run")
-    ] = None,
-    run_name: Annotated[
-        str | None,
-        typer.Option("--run", metavar="NAME", help="name of the run or a unique prefix, in place of --recipe"),
-    ] = None,
-    root: Root = ROOT,
-    corpus_path: Corpus = None,
-    sample: Sample = False,
-) -> int:
+@app.command()
+def report(run_name: RunName, root: Root = ROOT, sample: Sample = False) -> int:
     """Write report.html with the run's curves into the run's folder.
 
     The run may be going on. Before its first checkpoint there is no model for a sample.
     """
-    if run_name:
-        name = find_run(root, run_name)
-    elif recipe_path:
-        name = name_own_run(read_given(context, recipe_path, root), corpus_path)
-    else:
-        context.fail("Missing option '--recipe' or '--run'.")
     if sample:
-        run = open_run(root, name)
+        run = open_run(root, run_name)
         print(write_report(run, closing_sample(run)))
     else:
-        print(write_report(open_started_run(root, name, verify_sizes)))
+        print(write_report(open_started_run(root, run_name, verify_sizes)))
     return 0
 
 
-@app.command("sample", cls=RecipeCommand)
+@app.command("sample")
 def print_sample(
     context: Context,
-    recipe_path: RecipePath,
+    run_name: RunName,
     root: Root = ROOT,
-    corpus_path: Corpus = None,
     prompt: Annotated[str, typer.Option(help="text to continue (default: start a document)")] = "",
     tokens: Annotated[int, typer.Option(min=0, help="most tokens to write")] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.7,
@@ -246,17 +226,16 @@ def print_sample(
     """Let the newest checkpoint continue a prompt."""
     if not 0 <= temperature < float("inf"):
         context.fail(f"--temperature {temperature} is not a number of at least 0.")
-    run = open_own_run(read_given(context, recipe_path, root), corpus_path)
     with importing():
         from services.trainer.inspection.sample import TextGenerator
-    print(TextGenerator(run).generate(prompt, tokens, temperature, seed))
+    print(TextGenerator(open_run(root, run_name)).generate(prompt, tokens, temperature, seed))
     return 0
 
 
 @app.command(cls=RecipeCommand)
 def evaluate(
     context: Context,
-    recipe_path: RecipePath,
+    run_name: RunName,
     root: Root = ROOT,
     launch: Launch = "",
     corpus_path: Annotated[
@@ -266,7 +245,7 @@ def evaluate(
     step: Step = None,
     checkpoint_path: Annotated[
         Path | None,
-        typer.Option("--checkpoint", metavar="FOLDER", help="checkpoint of any run of the recipe's model"),
+        typer.Option("--checkpoint", metavar="FOLDER", help="checkpoint of any run of the same model"),
     ] = None,
     tokens: Annotated[
         int | None,
@@ -279,7 +258,8 @@ def evaluate(
     """Evaluate a checkpoint on a corpus's validation split. It writes nothing into a run, and may run beside one."""
     if step is not None and checkpoint_path:
         context.fail("--step and --checkpoint exclude each other.")
-    given = read_given(context, recipe_path, root)
+    run = open_started_run(root, run_name, verify_sizes)
+    given = read_given(context, run.folder / RUN_FILE, root)
     require_backend(given.recipe.parallel.device)
     with importing():
         prestart_workers(given.recipe, launch)
@@ -288,20 +268,19 @@ def evaluate(
         checkpoint = open_artifact(checkpoint_path.absolute(), CheckpointManifest)
         verify_sizes(checkpoint)
     else:
-        checkpoint = open_own_checkpoint(given, None, step, "size")
-    job = open_job(given, open_evaluated(given, corpus_path), cache, launch, allow_cold_compile=allow_cold_compile)
+        checkpoint = open_checkpoint_of(run, step, "size")
+    job = open_job(given, open_evaluated(given, run, corpus_path), cache, launch, allow_cold_compile=allow_cold_compile)
     record = evaluate_checkpoint(job, checkpoint, tokens)
     print(json.dumps(record) if as_json else describe_table(record))
     return 0
 
 
-@app.command("export", cls=RecipeCommand)
+@app.command("export")
 def export_model(
     context: Context,
-    recipe_path: RecipePath,
+    run_name: RunName,
     output: Annotated[Path, typer.Option(help="folder to make; it must not exist")],
     root: Root = ROOT,
-    corpus_path: Corpus = None,
     average_last: Annotated[
         int, typer.Option(metavar="K", min=1, help="write the mean of the weights of the last K checkpoints")
     ] = 1,
@@ -338,10 +317,11 @@ def export_model(
         nxd = NxdLayout(tensor_parallel_size, kv_size_multiplier or 1, qkv_linear, fuse_qkv)
     elif tensor_parallel_size or kv_size_multiplier or qkv_linear or fuse_qkv:
         context.fail("--tensor-parallel-size, --kv-size-multiplier, --qkv-linear and --fuse-qkv need --format nxd.")
-    run = open_own_run(read_given(context, recipe_path, root), corpus_path)
     with importing():
         from services.trainer.conversion.export import export
-    print(export(run, output, nxd, average_last=average_last, dtype=dtype, keep_padding=keep_padding))
+    print(
+        export(open_run(root, run_name), output, nxd, average_last=average_last, dtype=dtype, keep_padding=keep_padding)
+    )
     return 0
 
 
@@ -374,16 +354,13 @@ def import_model(
     return 0
 
 
-@app.command("inspect-checkpoint", cls=RecipeCommand)
-def inspect_checkpoint(
-    context: Context, recipe_path: RecipePath, root: Root = ROOT, corpus_path: Corpus = None, step: Step = None
-) -> int:
+@app.command("inspect-checkpoint")
+def inspect_checkpoint(run_name: RunName, root: Root = ROOT, step: Step = None) -> int:
     """Print the metadata and the tensors of a checkpoint."""
-    given = read_given(context, recipe_path, root)
-    checkpoint = open_own_checkpoint(given, corpus_path, step, "full")
+    run = open_started_run(root, run_name, verify_sizes)
     with importing():
         from services.trainer.inspection.checkpoint_content import inspect
-    for line in inspect(checkpoint, given.recipe):
+    for line in inspect(open_checkpoint_of(run, step, "full"), run.recipe):
         print(line)
     return 0
 
@@ -399,7 +376,7 @@ def runs(root: Root = ROOT, as_json: AsJson = False) -> int:
 
 @app.command()
 def compare(
-    names: Annotated[str, typer.Option("--runs", metavar="NAME,NAME", help="names of runs, or unique prefixes")],
+    names: Annotated[list[str], typer.Argument(metavar="RUN", help="names of runs, or prefixes of several")],
     root: Root = ROOT,
     as_json: AsJson = False,
 ) -> int:

@@ -17,8 +17,8 @@ from services.common.process.entry_point import importing
 from services.common.recipe.schema import Recipe, fingerprint
 from services.trainer.checkpoints.lookup import choose_checkpoint, verify_state
 from services.trainer.job import ALLOW_COLD_COMPILE, Job, RunCorpus, checkpoint_collection, describe_corpora, run_name
-from services.trainer.runs.branch import find_lineage, name_run
-from services.trainer.runs.run import Run, open_run
+from services.trainer.runs.branch import find_lineage
+from services.trainer.runs.run import Run
 
 
 def open_job(given: Given, corpus: RunCorpus, cache_path: Path | None, launch: str, *, allow_cold_compile: bool) -> Job:
@@ -82,10 +82,10 @@ def open_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus:
     return describe_corpora(given.recipe, open_corpora(given.recipe, given.recipe_path, given.root, corpus_path))
 
 
-def open_evaluated(given: Given, corpus_path: Path | None) -> RunCorpus:
-    """Open the corpus that `--corpus` names, alone also with a mixture, or else what the recipe's run trains on."""
+def open_evaluated(given: Given, run: Run, corpus_path: Path | None) -> RunCorpus:
+    """Open the corpus that `--corpus` names, alone also with a mixture, or else what the run trains on."""
     if corpus_path is None:
-        return open_own_corpus(given, None)
+        return describe_corpora(given.recipe, run.corpora)
     corpus = open_corpus(given.recipe, given.recipe_path, given.root, corpus_path)
     return describe_corpora(given.recipe, {given.recipe.corpus.name: corpus})
 
@@ -98,20 +98,7 @@ def find_own_corpus(given: Given, corpus_path: Path | None) -> RunCorpus | Artif
         return error
 
 
-def open_own_run(given: Given, corpus_path: Path | None) -> Run:
-    """Open the run of the recipe and its corpus, with its newest intact checkpoint."""
-    return open_run(given.root, name_own_run(given, corpus_path))
-
-
-def name_own_run(given: Given, corpus_path: Path | None) -> str:
-    """Return the name of the run of the recipe and its corpus."""
-    return name_run(given.root, given.recipe, open_own_corpus(given, corpus_path))
-
-
-def open_own_checkpoint(
-    given: Given, corpus_path: Path | None, step: int | None, level: Level
-) -> Artifact[CheckpointManifest]:
-    """Open and verify the checkpoint of a step of the recipe's run, or for None the newest intact one."""
-    corpus = open_own_corpus(given, corpus_path)
-    collection = checkpoint_collection(given.root, name_run(given.root, given.recipe, corpus))
-    return choose_checkpoint(collection, step, verify_state(given.recipe, corpus, level))
+def open_checkpoint_of(run: Run, step: int | None, level: Level) -> Artifact[CheckpointManifest]:
+    """Open and verify the checkpoint of a step of a run, or for None the newest intact one."""
+    verify = verify_state(run.recipe, describe_corpora(run.recipe, run.corpora), level)
+    return choose_checkpoint(checkpoint_collection(run.root, run.name), step, verify)

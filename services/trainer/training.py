@@ -17,7 +17,7 @@ from services.common.artifacts.upstream import stage_command
 from services.common.errors import ArtifactError, MillraceError, adding_path
 from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import check_epochs, check_schedule
-from services.trainer.checkpoints.lookup import newest_checkpoint, verify_sizes, verify_state
+from services.trainer.checkpoints.lookup import newest_checkpoint, run_command, verify_sizes, verify_state
 from services.trainer.checkpoints.retention import discard_left_over
 from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.job import Job, completed_step, require_own_program
@@ -122,6 +122,6 @@ def report_training(job: Job, recipe_path: Path) -> None:
         logger.warning(
             "the training is complete, but its report could not be written: %s. Write it with `%s`",
             error,
-            stage_command("trainer", recipe_path, job.root, "report"),
+            run_command(job.root, "report", job.run),
             exc_info=not expected,  # a bug gets its traceback, and the training still counts
         )

@@ -126,6 +126,6 @@ def test_the_stages_of_the_batch_road_are_submitted(capsys: pytest.CaptureFixtur
     said = capsys.readouterr().out
 
     assert queues == ["millrace-cpu", "millrace-trainium", "millrace-trainium", "millrace-cpu"]
-    assert "export --output export/llama2-7b\n" in said
+    assert "export llama2-7b --output export/llama2-7b\n" in said
     assert said.count("llama2-7b-trn1") >= len(STAGES)
     assert "4 x trn1.32xlarge x $21.50 = $86.00 an hour" in said

@@ -50,10 +50,9 @@ def test_what_cannot_be_is_refused(wrong: dict[str, str], said: str) -> None:
 @pytest.mark.parametrize(
     ("command", "has_recipe"),
     [
-        ("evaluate --split validation", True),
+        ("doctor --quick", True),
         ("artifacts list .", False),
-        ("report --run tiny-cpu", False),
-        ("report --sample", True),
+        ("report tiny-cpu --sample", False),
     ],
 )
 def test_a_subcommand_that_reads_a_recipe_gets_one(command: str, has_recipe: bool) -> None:

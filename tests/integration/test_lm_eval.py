@@ -92,16 +92,15 @@ def test_the_harness_gets_the_bits_per_byte_of_the_run(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def run(stage: str, *arguments: str) -> None:
-        options = (*arguments, "--recipe", str(recipe), "--root", str(root))
-        done = call(capfd, f"services.{stage}.__main__", *options)
+        done = call(capfd, f"services.{stage}.__main__", *arguments, "--root", str(root))
         assert done.returncode == 0, done.stderr
 
     with fork_server.forking_workers():
-        run("tokenizer")
-        run("trainer", "train", "--allow-cold-compile", "--compile.enabled=false")
-        run("trainer", "export", "--output", str(tmp_path / "exported"), "--compile.enabled=false")
+        run("tokenizer", "--recipe", str(recipe))
+        run("trainer", "train", "--recipe", str(recipe), "--allow-cold-compile", "--compile.enabled=false")
+        [run_folder] = [path.parent for path in root.glob("run/*/run.json")]
+        run("trainer", "export", run_folder.name, "--output", str(tmp_path / "exported"))
     [corpus] = [open_artifact(path.parent, CorpusManifest) for path in root.glob("corpus/*/*/manifest.json")]
-    [run_folder] = [path.parent for path in root.glob("run/*/run.json")]
     reported = read_evaluations(run_folder)[-1]
 
     found = score(lm_eval.simple_evaluate, tmp_path / "exported", write_task(tmp_path, corpus))

@@ -126,7 +126,8 @@ def test_the_three_commands_train_a_model_without_a_compile_miss(root: Path, tem
 def test_an_evaluation_by_the_command_compiles_nothing_and_gives_the_run_s_numbers(
     root: Path, options: tuple[str, ...], call: Call
 ) -> None:
-    done = call("trainer", "evaluate", *options, "--launch=inline", "--json", "--compile.require_warm=true")
+    given = ("small", *options[2:], "--launch=inline", "--json", "--compile.require_warm=true")
+    done = call("trainer", "evaluate", *given)
     assert done.returncode == 0, done.stderr
     evaluated = json.loads(done.stdout)
     (run_folder,) = root.glob("run/*/")

@@ -148,7 +148,7 @@ def recipe_of(job: Thing) -> str:
 
 
 def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: Cluster) -> None:
-    """A one-off takes the overrides of the newest deployment, so that it finds the run that these named."""
+    """A one-off takes the overrides of the newest deployment, so that it is about the run that these named."""
     text = recipe_text(name="deployed")
     deployment = replace(
         deployment_of(), arguments=("--optimizer.learning_rate=0.1", "--corpus=/fsx/c", "--train.seed=1")
@@ -158,21 +158,21 @@ def test_the_recipe_is_that_of_the_newest_deployment_with_what_it_changed(api: C
     job = render_deploy_job(group, deployment)
     job["metadata"]["annotations"][PREFLIGHT_ANNOTATION] = "{}"
     accepted = record_of(api.create(job))
-    run(api, ask("export", "--output", "hf", "--train.seed=2", recipe=None, is_followed=False))
+    run(api, ask("import", "--from", "hf", "--train.seed=2", recipe=None, is_followed=False))
     sent = api.sent[-1]
     words = sent["spec"]["template"]["spec"]["containers"][0]["args"]
     overrides = ["--optimizer.learning_rate=0.1", "--train.seed=1"]
-    assert words[words.index("--") + 1 :] == ["export", *overrides, "--output", "hf", "--train.seed=2"]
+    assert words[words.index("--") + 1 :] == ["import", *overrides, "--from", "hf", "--train.seed=2"]
     assert recipe_of(sent) == text
-    run(api, ask(is_followed=False))
+    run(api, ask("plan", is_followed=False))
     assert recipe_of(api.sent[-1]) == recipe_text(), "RECIPE= names another"
     api.delete("Job", "deploy-trainer")
     refused = replace(deployment, recipe_digest="1" * 64)
     api.create(render_deploy_job(group, refused, accepted.deployment))
-    run(api, ask(recipe=None, is_followed=False))
+    run(api, ask("plan", recipe=None, is_followed=False))
     assert recipe_of(api.sent[-1]) == text, "that of a deployment which its image has not accepted does not count"
     api.delete("Job", "deploy-trainer")
-    run(api, ask(recipe=None, is_followed=False))
+    run(api, ask("plan", recipe=None, is_followed=False))
     assert 'name = "llama2-7b-trn1"' in recipe_of(api.sent[-1]), "the overlay's"
     run(api, ask("artifacts", "list", ".", recipe=None, is_followed=False))
     assert recipe_of(api.sent[-1]) == ""

@@ -18,7 +18,7 @@ import typer
 from services.common.errors import RecipeError
 from services.common.launch.batch.node import require_root
 from services.common.process.command_line import make_app, run_app
-from services.common.process.subcommands import WITHOUT_ROOT, reads_recipe, require_subcommand
+from services.common.process.subcommands import WITH_RECIPE, WITHOUT_ROOT, require_subcommand
 from services.common.recipe.packed_recipe import RECIPE_VARIABLE, unpack_recipe
 from services.common.recipe.schema import Stage
 
@@ -43,7 +43,7 @@ def run_one_off(stage: Stage, run: Callable[[list[str]], int], argv: list[str]) 
         require_subcommand(stage, name)
         if require_mount:
             require_root(root)
-        given = ["--recipe", str(_write_recipe())] if reads_recipe(name, others) else []
+        given = ["--recipe", str(_write_recipe())] if name in WITH_RECIPE else []
         if name not in WITHOUT_ROOT:
             given += ["--root", str(root)]
         os.chdir(root)

@@ -8,7 +8,6 @@ person's own machine alone are left out, such as the tokenizer's `pin`, which re
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from services.common.errors import RecipeError
@@ -32,21 +31,14 @@ SUBCOMMANDS: dict[Stage, tuple[str, ...]] = {
         *("runs", "compare", ARTIFACTS),
     ),
 }
-WITHOUT_RECIPE = ("train-vocab", "runs", "compare", ARTIFACTS)
-"""Subcommands without the option `--recipe` of the stage's own command."""
+WITH_RECIPE = ("plan", "doctor", "import")
+"""Subcommands with the option `--recipe` of the stage's own command. Others take no recipe, or a run that has one."""
 WITHOUT_ROOT = ("train-vocab", ARTIFACTS)
 """Subcommands without its option `--root`."""
 
 
 def names_of(stage: Stage) -> list[str]:
     return list(SUBCOMMANDS[stage])
-
-
-def reads_recipe(name: str, words: Sequence[str]) -> bool:
-    """Tell whether a subcommand reads a recipe when these words follow it: `report --run=NAME` needs none."""
-    return name not in WITHOUT_RECIPE and not (
-        name == "report" and any(each.split("=")[0] == "--run" for each in words)
-    )
 
 
 def require_subcommand(stage: Stage, word: str) -> None:

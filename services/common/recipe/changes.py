@@ -1,9 +1,9 @@
-"""Compares two recipes by the fields that decide an artifact's bytes."""
+"""Compares recipes: by the fields that decide an artifact's bytes, or by all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from services.common.recipe.schema import Recipe, identity
@@ -28,6 +28,14 @@ def changed_fields(stored: Mapping[str, Any], recipe: Recipe, kind: Kind) -> lis
         for name in before | now
         if before.get(name) != now.get(name)
     ]
+
+
+def differing_values(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the dotted name, and the value in each recipe, of all fields that are not the same in all recipes."""
+    flat = [dict(flatten(recipe)) for recipe in recipes]
+    names = dict.fromkeys(name for recipe in flat for name in recipe)
+    shown = {name: [_show(recipe[name]).strip('"') if name in recipe else "-" for recipe in flat] for name in names}
+    return {name: values for name, values in shown.items() if len(set(values)) > 1}
 
 
 def flatten(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def load_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Recip
 
 
 def read_recipe_source(path: Path) -> RecipeSource:
-    """Raises `RecipeError` for a file that cannot be read, and for one that is no TOML."""
+    """Raises `RecipeError` for a file that cannot be read, and for one that is no recipe."""
     try:
         return parse_recipe_source(path.read_bytes(), str(path))
     except FileNotFoundError as error:
@@ -67,12 +68,15 @@ def read_recipe_source(path: Path) -> RecipeSource:
 
 
 def parse_recipe_source(content: bytes, origin: str) -> RecipeSource:
-    """Parse TOML in UTF-8, with or without a byte-order mark. Raises `RecipeError` for what is no TOML."""
+    """Parse TOML in UTF-8, with or without a byte-order mark, or the JSON file of a run or artifact of the recipe.
+
+    Raises `RecipeError` for what is neither.
+    """
     try:
         text = content.decode("utf-8-sig")
-        return RecipeSource(origin, text, tomllib.loads(text))
-    except ValueError as error:
-        raise RecipeError(f"{origin}: not a TOML file in UTF-8: {error}.") from error
+        return RecipeSource(origin, text, json.loads(text)["recipe"] if text.startswith("{") else tomllib.loads(text))
+    except (ValueError, KeyError) as error:
+        raise RecipeError(f"{origin}: neither a TOML file in UTF-8 nor a run.json: {error}.") from error
 
 
 def read_override(word: str) -> tuple[str, str] | None:

@@ -169,8 +169,8 @@ def test_a_subcommand_is_given_recipe_and_root_and_works_in_the_root(root: Path)
         assert Path(words[2]).read_text(encoding="utf-8") == recipe_text()
         return 3
 
-    assert run_one_off("trainer", run, ["--root", str(root), "--", "export", "--output", "hf", "--train.seed=1"]) == 3
-    assert [*seen[:2], *seen[3:]] == ["export", "--recipe", "--root", str(root), "--output", "hf", "--train.seed=1"]
+    assert run_one_off("trainer", run, ["--root", str(root), "--", "import", "--from", "hf", "--train.seed=1"]) == 3
+    assert [*seen[:2], *seen[3:]] == ["import", "--recipe", "--root", str(root), "--from", "hf", "--train.seed=1"]
 
 
 def test_one_that_takes_no_recipe_gets_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +184,11 @@ def test_one_that_takes_no_recipe_gets_none(root: Path, monkeypatch: pytest.Monk
 
     run_one_off("tokenizer", run, command)
     assert seen == [["train-vocab", "notes"]]
-    for words in (["runs"], ["compare", "--runs", "a,b"], ["report", "--run=a"]):
+    for words in (["runs"], ["compare", "a", "b"], ["report", "a"]):
         run_one_off("trainer", run, ["--root", str(root), "--", *words])
         assert seen[-1] == [words[0], "--root", str(root), *words[1:]]
     with pytest.raises(RecipeError, match=RECIPE_VARIABLE):
-        run_one_off("trainer", lambda words: 0, ["--root", str(root), "--", "summary"])
+        run_one_off("trainer", lambda words: 0, ["--root", str(root), "--", "plan"])
 
 
 @pytest.mark.parametrize(

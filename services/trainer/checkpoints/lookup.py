@@ -142,13 +142,14 @@ def all_damaged(collection: Path, damages: list[str]) -> ArtifactError:
 
 def no_checkpoint_yet(collection: Path) -> ArtifactError:
     return ArtifactError(
-        f"{collection}: the run has no checkpoint. Train it first, or pass the recipe and the overrides of another "
-        f"run: `{runs_command(collection.parents[1])}` lists them."
+        f"{collection}: the run has no checkpoint. Train it first, or name another run: "
+        f"`{run_command(collection.parents[1], 'runs')}` lists them."
     )
 
 
-def runs_command(root: Path) -> str:
-    return f"{shell_command('services.trainer', 'runs')} --root {shlex.quote(str(root))}"
+def run_command(root: Path, name: str, *words: str) -> str:
+    """Return a command about the runs of a root, quoted for a shell: `millrace report RUN --root ROOT`."""
+    return f"{shell_command('services.trainer', name)} {shlex.join([*words, '--root', str(root)])}"
 
 
 def open_checkpoint(collection: Path, step: int, verify: Verify = verify_checkpoint) -> Artifact[CheckpointManifest]:

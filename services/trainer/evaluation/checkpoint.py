@@ -139,8 +139,8 @@ def require_same_model(checkpoint: Artifact[CheckpointManifest], recipe: Recipe)
     changed = [each for each in changed_fields(stored, recipe, "checkpoint") if each.startswith("model.")]
     if changed:
         raise ArtifactError(
-            f"{checkpoint.path}: is another model's checkpoint than the recipe's: {list_names(changed)}. Pass "
-            f"the recipe of the checkpoint's run."
+            f"{checkpoint.path}: is another model's checkpoint than the run's: {list_names(changed)}. Name a run "
+            f"of the same model as {checkpoint.manifest.name}, without overrides of model."
         )
     for name in ("attention_mask", "dtype", "param_dtype"):
         theirs, ours = stored["train"].get(name), getattr(recipe.train, name)

@@ -28,7 +28,7 @@ from services.common.process.progress import show_progress
 from services.common.program.fingerprint import program_facts
 from services.common.recipe.memory_estimate import show_size
 from services.common.recipe.schema import fingerprint
-from services.trainer.checkpoints.lookup import all_damaged, open_checkpoint, runs_command, verify_sizes, verify_state
+from services.trainer.checkpoints.lookup import all_damaged, open_checkpoint, run_command, verify_sizes, verify_state
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.command_inputs import new_job, open_cache
 from services.trainer.inspection.findings import (
@@ -179,7 +179,7 @@ class Doctor:
         if train.branch:
             parent = open_parent(job.root, train.branch)
             require_same_vocabulary(job.root, parent, job.recipe, job.corpus)
-            verified = self._verify(parent, runs_command(job.root))
+            verified = self._verify(parent, run_command(job.root, "runs"))
             if verified.result is not Result.OK:
                 return verified
         return ok(f"none of {job.run}: it starts at step {train.first_step}")

@@ -5,30 +5,31 @@ The curves of the runs lie over one another in comparison.html, whose size grows
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.manifest import write_durably
 from services.common.artifacts.store import open_artifact
 from services.common.errors import ArtifactError, RecipeError
-from services.common.recipe.changes import flatten
+from services.common.problem_list import list_names
+from services.common.recipe.changes import differing_values
 from services.common.recipe.schema import fingerprint
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import run_folder
 from services.trainer.metrics.records import steps_newest_first
 from services.trainer.report.curves import CHARTS, DrawnChart, RunCurves, Series
-from services.trainer.report.page import render, shorten
+from services.trainer.report.page import render
 from services.trainer.runs.description import read_description
 from services.trainer.runs.status import (
     STATUS_HEADINGS,
     UNKNOWN,
     describe_status,
-    find_run,
+    find_runs,
+    fit_columns,
     print_json,
     print_table,
     read_status,
@@ -39,33 +40,32 @@ MAX_RUNS = 8
 """Runs that are compared at most: the page has as many colours."""
 COMPARED = ("loss", "bits-per-byte", "gradient-norm", "learning-rate", "throughput", "mfu", "goodput")
 """Charts with which runs are compared, by their first series."""
-_MAX_LENGTH = 60
 OTHER_TEXT = "The runs are evaluated on different text: only losses on the same text compare."
 
 
-def compare_runs(root: Path, names: str, *, as_json: bool = False) -> int:
+def compare_runs(root: Path, names: Sequence[str], *, as_json: bool = False) -> int:
     """Print the newest numbers of runs and the recipe values in which they differ, and write comparison.html.
 
-    With `as_json` print one line for each run, and write no page. `names` are names or unique prefixes, with commas.
+    With `as_json` print one line for each run, and write no page. `names` are names of runs, or prefixes of several.
     """
-    runs = list(dict.fromkeys(find_run(root, name.strip()) for name in names.split(",")))
+    runs = list(dict.fromkeys(run for name in names for run in find_runs(root, name)))
     if not 2 <= len(runs) <= MAX_RUNS:
-        raise RecipeError(f"{names!r} names {len(runs)} run(s): expected 2 to {MAX_RUNS} different runs, as a,b,c.")
+        raise RecipeError(f"{' '.join(names)} names {list_names(runs)}: {len(runs)} run(s), expected 2 to {MAX_RUNS}.")
     statuses = [read_status(root, run) for run in runs]
     if as_json:
         print_json(statuses)
         return 0
     numbers = [STATUS_HEADINGS, *map(describe_status, statuses)]
-    recipes = [dict(flatten(read_description(run_folder(root, run)).recipe)) for run in runs]
-    values = [("recipe value", *runs), *_differing_values(recipes)]
+    differing = differing_values([status.recipe for status in statuses])
+    values = [("recipe value", *runs), *((name, *texts) for name, texts in differing.items())]
     losses = _losses_by_corpus(root, runs)
-    print_table(*numbers)
+    print_table(*fit_columns(numbers))
     if losses:
         print(f"\n{OTHER_TEXT}")
         print_table(*losses)
     print()
     print_table(*values)
-    path = write_comparison(root, runs, numbers=numbers, losses=losses, values=values)
+    path = write_comparison(root, runs, numbers=fit_columns(numbers, sys.maxsize), losses=losses, values=values)
     print(f"\n{path}")
     return 0
 
@@ -121,15 +121,6 @@ def _read_losses(root: Path, run: str) -> Iterator[tuple[tuple[str, int], tuple[
             digest = path.name
         label = f"{path.parent.name}/{path.name}, {mean['tokens']:,} tokens"
         yield (digest, mean["tokens"]), (label, f"{mean['loss']:.4f}")
-
-
-def _differing_values(recipes: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yield the dotted name and the values of each recipe value that is not the same in all recipes."""
-    for name in dict.fromkeys(name for recipe in recipes for name in recipe):
-        values = [recipe.get(name, UNKNOWN) for recipe in recipes]
-        texts = [each if isinstance(each, str) else json.dumps(each) for each in values]
-        if len(set(texts)) > 1:
-            yield name, *(shorten(each, _MAX_LENGTH) for each in texts)
 
 
 def _read_curves(folder: Path) -> RunCurves:

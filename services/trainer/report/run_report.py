@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from services.common.artifacts.files import total_bytes
 from services.common.artifacts.manifest import Phase, write_durably
-from services.common.errors import shell_command
 from services.common.process.progress import write_duration
 from services.common.recipe.changes import flatten
+from services.trainer.checkpoints.lookup import run_command
 from services.trainer.metrics.events import read_events
 from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.report.curves import CHARTS, DrawnChart, RunCurves
@@ -25,7 +25,7 @@ from services.trainer.runs.run import REPORT_FILE, Run
 from services.trainer.runs.summary import list_facts, summarize
 
 _MAX_PHASES = 60
-_NO_SAMPLE = "`{report} --run {run} --sample` adds a sample here, for which it loads the whole model."
+_NO_SAMPLE = "`{command}` adds a sample here, for which it loads the whole model."
 
 
 def write_report(run: Run, sample_text: str | None = None) -> Path:
@@ -69,7 +69,7 @@ def _render_report(run: Run, sample_text: str | None) -> str:
         ],
         now=time.time(),
         events=events,
-        sample=_NO_SAMPLE.format(report=shell_command("services.trainer", "report"), run=run.name)
+        sample=_NO_SAMPLE.format(command=run_command(run.root, "report", run.name, "--sample"))
         if sample_text is None
         else sample_text,
         summary=summarize(run) if checkpoint else "",

@@ -24,7 +24,7 @@ from services.common.recipe.changes import changed_fields
 from services.common.recipe.derived import corpus_weights
 from services.common.recipe.schema import Recipe
 from services.common.recipe.training import Branch, Train
-from services.trainer.checkpoints.lookup import find_trained_corpus, newest_checkpoint, open_checkpoint, runs_command
+from services.trainer.checkpoints.lookup import find_trained_corpus, newest_checkpoint, open_checkpoint, run_command
 from services.trainer.checkpoints.steps import checkpoint_steps
 from services.trainer.health.loss_spikes import SpikeDetector
 from services.trainer.job import NO_LINEAGE, Lineage, RunCorpus, checkpoint_collection, run_name
@@ -43,11 +43,6 @@ _SHAPE = (
     "tie_word_embeddings",
 )
 """Fields of the model that decide the shapes of the weights and what their rows mean."""
-
-
-def name_run(root: Path, recipe: Recipe, corpus: RunCorpus) -> str:
-    """Return the name of the recipe's run. Raises as `find_lineage` does."""
-    return run_name(recipe, corpus, find_lineage(root, recipe, corpus).parent)
 
 
 def find_lineage(root: Path, recipe: Recipe, corpus: RunCorpus) -> Lineage:
@@ -85,7 +80,7 @@ def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
     raise ArtifactError(
         f"{address.collection}: train.branch.step is {branch.step}, but the run has checkpoints only after {kept}. "
         f"Branch from one of them, restore step {branch.step} from a copy, or find the run: "
-        f"`{runs_command(root)}`. A run keeps its last checkpoint.keep_latest checkpoints and the multiples of "
+        f"`{run_command(root, 'runs')}`. A run keeps its last checkpoint.keep_latest checkpoints and the multiples of "
         f"checkpoint.keep_interval_steps."
     )
 

@@ -15,7 +15,6 @@ from services.common.artifacts.corpus import CorpusManifest
 from services.common.artifacts.files import verify_files
 from services.common.artifacts.manifest import Phase
 from services.common.artifacts.store import Artifact, open_artifact
-from services.common.errors import ArtifactError
 from services.common.recipe.derived import corpus_weights
 from services.common.recipe.schema import Recipe
 from services.trainer.checkpoints.lookup import (
@@ -23,7 +22,6 @@ from services.trainer.checkpoints.lookup import (
     newest_checkpoint,
     no_checkpoint_yet,
     require_of_run,
-    runs_command,
     verify_checkpoint,
 )
 from services.trainer.evaluation.records import read_evaluations
@@ -34,6 +32,7 @@ from services.trainer.metrics.records import read_attempts
 from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.runs.cost import StageCost, compute_costs, divide_training
 from services.trainer.runs.description import damaged_description, read_description
+from services.trainer.runs.status import find_run
 
 REPORT_FILE = "report.html"
 
@@ -112,25 +111,23 @@ class Run:
 
 
 def open_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> Run:
-    """Open a run that has a checkpoint. Raises `ArtifactError` if it has none yet."""
+    """Open a run that has a checkpoint, as `open_started_run` does. Raises `ArtifactError` if it has none yet."""
     run = open_started_run(root, name, verify)
     if run.newest_checkpoint is None:
-        raise no_checkpoint_yet(checkpoint_collection(root, name))
+        raise no_checkpoint_yet(checkpoint_collection(root, run.name))
     return run
 
 
 def open_started_run(root: Path, name: str, verify: Verify = verify_checkpoint) -> Run:
-    """Open a run with the newest checkpoint that passes `verify`, if it has one.
+    """Open the run of a name, or of a unique prefix, with its newest checkpoint that passes `verify`, if it has one.
 
-    A caller that reads no weights passes `verify_sizes`, which reads no file of the checkpoint. Raises `ArtifactError`
-    if the run does not exist.
+    A caller that reads no weights passes `verify_sizes`, which reads no file of the checkpoint. Raises `RecipeError`
+    where the name matches no run or several, and `ArtifactError` if the run's folder is lost.
     """
+    name = find_run(root, name)
     folder = run_folder(root, name)
     if not (folder / RUN_FILE).exists():
-        raise ArtifactError(
-            f"{folder}: no such run. Train it first, or pass the recipe and the overrides of another run: "
-            f"`{runs_command(root)}` lists them."
-        )
+        raise damaged_description(folder, "it is lost")
     described = read_description(folder)
     try:
         recipe = Recipe.model_validate_json(json.dumps(described.recipe))

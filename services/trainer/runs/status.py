@@ -6,13 +6,15 @@ with the steps, because of the metrics only the end is read.
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
@@ -20,7 +22,8 @@ from services.common.artifacts.checkpoint import Ancestor
 from services.common.errors import EXIT_INTERRUPTED, ArtifactError, MillraceError, RecipeError, TryAgain
 from services.common.problem_list import list_names
 from services.common.process.progress import write_duration
-from services.trainer.checkpoints.lookup import runs_command
+from services.common.recipe.changes import differing_values
+from services.trainer.checkpoints.lookup import run_command
 from services.trainer.checkpoints.steps import newest_step
 from services.trainer.evaluation.records import read_evaluations
 from services.trainer.job import RUN_FILE, checkpoint_collection, run_folder
@@ -44,6 +47,12 @@ STATUS_HEADINGS = (
     *("run", "state", "step", "loss", "validation", "tokens/s", "goodput", "chip-hours", "cost", "age"),
     "branched after",
 )
+_DROPPED = ("goodput", "tokens/s", "age", "chip-hours", "loss", "branched after", "cost")
+"""Columns that a narrow terminal leaves out, the first one first."""
+_DIFFERENCE_WIDTH = 28
+"""Characters that a line of the last column needs."""
+_NO_DIFFERENCE = ("name", "train.max_steps", "train.branch")
+"""Starts of recipe values that other columns show."""
 _MAX_WIDTH = 10_000
 UNKNOWN = "-"
 """Text of a number that is unknown."""
@@ -86,6 +95,8 @@ class RunStatus:
     cost: float | None
     """Dollars of the nodes that commands held, by on-demand prices of their start; None without an instance type."""
     began_at: datetime | None
+    recipe: dict[str, Any]
+    """The resolved recipe of the newest command; empty if `run.json` is lost."""
 
     @property
     def branch_step(self) -> int:
@@ -101,22 +112,43 @@ def list_runs(root: Path, *, as_json: bool = False) -> int:
     if as_json:
         print_json(runs)
     else:
-        known = {status.run for status in runs}
+        known, differences = {status.run for status in runs}, _describe_differences(runs)
         top = [each for each in runs if each.parent is None or each.parent.run not in known]
-        print_table(STATUS_HEADINGS, *(describe_status(status, depth) for depth, status in _walk(runs, top)))
+        rows = [(*describe_status(each, depth), differences[each.run]) for depth, each in _walk(runs, top)]
+        print_table(*fit_columns([(*STATUS_HEADINGS, "differs in"), *rows]))
     return 0
 
 
 def find_run(root: Path, name: str) -> str:
     """Return the run with this name or unique prefix of a name. Raises `RecipeError` if there is none."""
-    names = run_names(root)
-    found = [name] if name in names else [each for each in names if name and each.startswith(name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    found = find_runs(root, name)
+    if len(found) > 1:
         raise RecipeError(f"{name!r} matches {len(found)} runs in {root}: {list_names(found)}; give a full name.")
-    told = f"{list_names(names)}. `{runs_command(root)}` lists them with their states" if names else "no runs"
+    return found[0]
+
+
+def find_runs(root: Path, name: str) -> list[str]:
+    """Return the run with this name, or all whose names begin with it. Raises `RecipeError` if there is none."""
+    names = run_names(root)
+    if found := [name] if name in names else [each for each in names if name and each.startswith(name)]:
+        return found
+    told = f"{list_names(names)}. `{run_command(root, 'runs')}` lists them with their states" if names else "no runs"
     raise RecipeError(f"no run matches {name!r}: {root} has {told}.")
+
+
+def _describe_differences(runs: Sequence[RunStatus]) -> dict[str, str]:
+    """Describe the values in which each run differs from others of its recipe's name, by the last words of keys."""
+    described, of_name = dict[str, str](), defaultdict[str, list[RunStatus]](list)
+    for each in runs:
+        of_name[each.recipe.get("name", "")].append(each)
+    for group in of_name.values():
+        values = differing_values([each.recipe for each in group])
+        shown = {name: texts for name, texts in values.items() if not name.startswith(_NO_DIFFERENCE)}
+        last_words = Counter(name.rpartition(".")[2] for name in shown)
+        short = {name: last if last_words[last := name.rpartition(".")[2]] == 1 else name for name in shown}
+        for number, each in enumerate(group):
+            described[each.run] = ", ".join(f"{short[name]} {texts[number]}" for name, texts in shown.items())
+    return described
 
 
 def branches_of(runs: Sequence[RunStatus], run: str) -> list[RunStatus]:
@@ -125,16 +157,37 @@ def branches_of(runs: Sequence[RunStatus], run: str) -> list[RunStatus]:
     return sorted(found, key=lambda each: (each.branch_step, each.run))
 
 
+def fit_columns(rows: Sequence[Sequence[str]], width: int | None = None) -> list[tuple[str, ...]]:
+    """Return a table, whose first row has the headings, without empty columns, and with as many as a terminal has room
+    for. The last column is long: its cells take several lines.
+    """
+    columns = [column for column in zip(*rows, strict=True) if not {*column[1:]} <= {UNKNOWN, ""}]
+    for name in _DROPPED:
+        widths = [max(map(len, column)) for column in columns]
+        if sum(widths[:-1], min(widths[-1], _DIFFERENCE_WIDTH) + 2 * len(columns)) <= (width or terminal_width()):
+            break
+        columns = [column for column in columns if column[0] != name]
+    return list(zip(*columns, strict=True))
+
+
+def terminal_width() -> int:
+    """Return the columns of the terminal or of COLUMNS; without either a line has any length, for other programs."""
+    return shutil.get_terminal_size((_MAX_WIDTH, 0)).columns
+
+
 def print_table(headings: Sequence[str], *rows: Sequence[str]) -> None:
-    """Print a table. A terminal wraps lines that are too long, and the names of runs stay whole."""
+    """Print a table. Long cells take several lines, and the names of runs, in the first column, stay whole."""
     from rich.console import Console  # noqa: PLC0415 - 0.03 s, which other commands save
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
     table = Table(*headings, box=None, pad_edge=False)
+    table.columns[0].no_wrap = True
+    for column in table.columns[1:]:
+        column.overflow = "fold"
     for row in rows:
         table.add_row(*map(Text, row))
-    Console(width=_MAX_WIDTH).print(table)
+    Console(width=terminal_width()).print(table)
 
 
 def print_json(runs: Sequence[RunStatus]) -> None:
@@ -156,10 +209,10 @@ def describe_status(status: RunStatus, depth: int = 0) -> tuple[str, ...]:
     return (
         "  " * depth + status.run,
         status.state if status.exit_code in (None, 0) else f"{status.state} ({status.exit_code})",
-        f"{status.step:,}" if status.max_steps is None else f"{status.step:,} of {status.max_steps:,}",
+        f"{status.step:,}" if status.max_steps is None else f"{status.step:,}/{status.max_steps:,}",
         *(UNKNOWN if value is None else form.format(value) for value, form in numbers),
         write_duration(round(time.time() - status.began_at.timestamp())) if status.began_at else UNKNOWN,
-        f"{status.branch_step:,} of {status.parent.run}" if status.parent else "",
+        f"{status.branch_step:,}{'' if depth else f' of {status.parent.run}'}" if status.parent else "",
     )
 
 
@@ -183,11 +236,11 @@ def read_status(root: Path, run: str, now: float | None = None) -> RunStatus:
     folder = run_folder(root, run)
     commands, last, evaluations = read_commands(folder), read_last_step(folder) or {}, read_evaluations(folder)
     checkpoint_step = newest_step(checkpoint_collection(root, run))
-    max_steps, parent = None, None
+    max_steps, parent, recipe = None, None, dict[str, Any]()
     with suppress(MillraceError, ValueError, TypeError, KeyError):
         described = read_description(folder)
-        parent = described.parent
-        max_steps = int(described.recipe["train"]["max_steps"])
+        parent, recipe = described.parent, described.recipe
+        max_steps = int(recipe["train"]["max_steps"])
     step = max(last.get("step", 0), checkpoint_step or 0)
     newest = commands[-1] if commands else None
     tokens, speed = last.get("tokens"), last.get("mean_tokens_per_second", last.get("tokens_per_second"))
@@ -212,6 +265,7 @@ def read_status(root: Path, run: str, now: float | None = None) -> RunStatus:
         chip_hours=sum_known(each.chip_hours for each in commands),
         cost=sum_known(each.dollars for each in commands),
         began_at=datetime.fromtimestamp(began, UTC) if began else None,
+        recipe=recipe,
     )
 
 

@@ -40,6 +40,8 @@ from services.trainer.metrics.records import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 ALONE = Mesh(0, data_parallel_size=1)
+OF_A_RUN = ("summary", "report", "sample", "evaluate", "export", "inspect-checkpoint")
+"""Commands that take a run in place of a recipe."""
 
 
 def start_trainer(
@@ -58,10 +60,14 @@ def run_trainer(recipe: Path, root: Path, *options: str, **settings: Any) -> tup
 
 
 def call_trainer(
-    capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str, command: str = "train"
+    capfd: pytest.CaptureFixture[str], recipe: Path, root: Path, *options: str, command: str = "train", run: str = ""
 ) -> tuple[int, str]:
-    """Run a command in this process, if the test sends it no signal; see `run_trainer`."""
-    exit_code = exit_code_of(lambda: main([command, "--recipe", str(recipe), "--root", str(root), *options]))
+    """Run a command in this process, if the test sends it no signal; see `run_trainer`.
+
+    One of OF_A_RUN gets `run`, or the name of the recipe's file, which is the prefix of its runs.
+    """
+    given = [run or recipe.stem] if command in OF_A_RUN else ["--recipe", str(recipe)]
+    exit_code = exit_code_of(lambda: main([command, *given, "--root", str(root), *options]))
     printed = capfd.readouterr()
     return exit_code, printed.out + printed.err
 

@@ -35,7 +35,7 @@ from services.trainer.inspection.sample import TextGenerator
 from services.trainer.job import RUN_FILE, Job
 from services.trainer.metrics.events import count_events
 from services.trainer.runs.run import open_run
-from services.trainer.tests.builders import NewJob, train_here, train_new, write_recipe
+from services.trainer.tests.builders import NewJob, train_here, train_new
 from services.trainer.tests.runs import checkpoints, flip_a_bit, problem_of, state_hash, vouch_for_files
 from services.trainer.workers.node_staging import compile_cache_folder, prepare_node
 
@@ -137,7 +137,7 @@ def test_a_run_json_that_is_not_of_its_run_is_refused(job: Job, change: Callable
 def test_a_sample_that_cannot_be_drawn_is_a_wrong_command_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, value: str
 ) -> None:
-    command = ["sample", "--recipe", str(write_recipe(tmp_path)), "--root", str(tmp_path), option, value]
+    command = ["sample", "small", "--root", str(tmp_path), option, value]
 
     assert exit_code_of(lambda: main(command)) == 2
     assert option.strip("-") in capsys.readouterr().err
@@ -150,7 +150,7 @@ def test_weights_that_are_not_finite_are_neither_sampled_nor_exported(
     with pytest.raises(ArtifactError):
         TextGenerator(open_run(job.root, job.run)).generate("a", num_tokens=1, temperature=0.7, seed=0)
 
-    command = ["export", "--recipe", str(write_recipe(tmp_path)), "--root", str(job.root)]
+    command = ["export", job.run, "--root", str(job.root)]
     for number, layout in enumerate(([], ["--format=nxd", "--tensor-parallel-size=1"])):
         output = tmp_path / str(number)
         assert exit_code_of(partial(main, [*command, f"--output={output}", *layout])) == 3

@@ -25,7 +25,7 @@ from services.common.testing.waiting import wait_until
 from services.trainer.data import micro_batches, permute, sample_indices
 from services.trainer.mixture import Mixture
 from services.trainer.tests.builders import DOCUMENT_TOKENS, NewJob, make_corpus, make_recipe, write_recipe
-from services.trainer.tests.runs import call_trainer
+from services.trainer.tests.runs import OF_A_RUN, call_trainer
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 64, 65_537])
@@ -179,11 +179,12 @@ def opens_of(place: Path, capfd: pytest.CaptureFixture[str]) -> Opens:
     [corpus] = place.glob("fsx/corpus/*/*/")
 
     def run(command: str, *options: str) -> set[str]:
-        launch = ("--launch=inline",) if command == "train" else ()
+        if command == "train":
+            options = ("--launch=inline", *options)
+        if command not in OF_A_RUN:
+            options = (*OPTIONS, *options)
         with noticing_opens(corpus) as opens:
-            exit_code, output = call_trainer(
-                capfd, place / "small.toml", place / "fsx", *launch, *OPTIONS, *options, command=command
-            )
+            exit_code, output = call_trainer(capfd, place / "small.toml", place / "fsx", *options, command=command)
         assert exit_code == 0, output
         return {path.relative_to(corpus).as_posix() for path in opens.paths}
 
@@ -223,6 +224,6 @@ def test_other_commands_open_no_shard_that_they_do_not_use(
     opens_of: Opens, command: str, options: tuple[str, ...], read: str
 ) -> None:
     opens_of("train", "--train.max_steps=2")
-    opened = opens_of(command, "--train.max_steps=2", *options)
+    opened = opens_of(command, *options)
     assert MANIFEST in opened
     assert {path.split("/")[0] + "/" for path in opened - {MANIFEST}} == ({read} if read else set())

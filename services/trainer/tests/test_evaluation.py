@@ -233,7 +233,7 @@ def test_imported_weights_are_evaluated_before_a_step_by_the_command_and_by_the_
     named = f"--train.initial_weights={found[1]}"
     assert call(capfd, evaluated_run, f"--from={folder}", named, root=root, command="import")[0] == 0
 
-    loss = evaluate(capfd, evaluated_run, ONE, named, root=root)["loss"]
+    loss = evaluate(capfd, evaluated_run, ONE, root=root)["loss"]
     assert loss == read_evaluations(evaluated_run.run_folder)[-1]["loss"]
     assert call(capfd, evaluated_run, ONE, named, root=root, command="train")[0] == 0
     (run_folder,) = root.glob("run/*/")

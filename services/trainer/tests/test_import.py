@@ -134,11 +134,11 @@ def test_a_run_begins_with_imported_weights_that_its_recipe_names(
     assert train_alone(capfd, recipe, root, named, "--train.max_steps=2")[0] == 0
     assert "resuming after step=0" in (run.folder / "logs" / "rank-00000.log").read_text()
 
-    code, printed = call_trainer(capfd, recipe, root, named, command="inspect-checkpoint")
+    code, printed = call_trainer(capfd, recipe, root, command="inspect-checkpoint", run=run.name)
     assert code == 0, printed
     assert re.search(r"^digest      [0-9a-f]{32} ", printed, re.MULTILINE)
     assert re.search(r"^model.layers.1.mlp.down_proj.weight +16 x 32 +1 ", printed, re.MULTILINE), printed
-    assert call_trainer(capfd, recipe, root, named, "--step=7", command="inspect-checkpoint")[0] == 3
+    assert call_trainer(capfd, recipe, root, "--step=7", command="inspect-checkpoint", run=run.name)[0] == 3
 
 
 PLAIN = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-05}

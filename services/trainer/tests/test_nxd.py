@@ -274,10 +274,11 @@ def test_an_import_or_export_that_cannot_be_is_refused(
 ) -> None:
     recipe, root, tag = write_recipe(trained), trained / "a", tmp_path / "nxd" / "step_1"
     before = checkpoints(root)
+    run = before["step-00000001"].parent.name
     for options in (OF_NXD[:1], (OF_NXD[0], "--tensor-parallel-size=0"), OF_NXD[3:], OF_NXD[:2]):
-        assert call_trainer(capfd, recipe, root, *options, f"--output={tag}", command="export")[0] == 2
+        assert call_trainer(capfd, recipe, root, *options, f"--output={tag}", command="export", run=run)[0] == 2
         assert not tag.exists()
-    assert call_trainer(capfd, recipe, root, *OF_NXD, f"--output={tag}", command="export")[0] == 0
+    assert call_trainer(capfd, recipe, root, *OF_NXD, f"--output={tag}", command="export", run=run)[0] == 0
 
     for removed, source, exit_code in (("", tag.parent, 3), ("config.json", tag, 2), ("done", tag, 3)):
         if removed:

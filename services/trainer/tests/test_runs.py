@@ -27,10 +27,10 @@ from services.trainer.metrics.commands import (
 )
 from services.trainer.metrics.records import METRICS_FILE, read_last_step, read_metrics
 from services.trainer.runs.cost import compute_costs, divide_training
-from services.trainer.runs.status import RunStatus, read_status
+from services.trainer.runs.status import STATUS_HEADINGS, RunStatus, read_status
 from services.trainer.tests.builders import NewJob, make_corpus, make_recipe, train_here, train_new
 from services.trainer.tests.metric_lines import BEGAN, make_command
-from services.trainer.tests.runs import checkpoints, read_curves, train_alone
+from services.trainer.tests.runs import OF_A_RUN, checkpoints, read_curves, train_alone
 
 
 @pytest.fixture(scope="module")
@@ -49,27 +49,73 @@ def test_the_runs_of_a_root_are_a_tree(family: list[Job], capfd: pytest.CaptureF
     assert main(["runs", "--root", str(first.root)]) == 0
     listed = capfd.readouterr().out.splitlines()[1:]
 
-    found = [re.fullmatch(r"( *)(\S+) +done +(\d+) of (\d+) .* \d+ s(?: +(\d+) of (\S+))? *", line) for line in listed]
+    found = [re.fullmatch(r"( *)(\S+) +done +(\d+)/(\d+) .* \d+ s(?: +(\d+))? *", line) for line in listed]
     assert [match.groups() for match in found if match] == [
-        ("", first.run, "10", "10", None, None),
-        ("  ", second.run, "6", "6", "5", first.run),
-        ("    ", third.run, "7", "7", "6", second.run),
+        ("", first.run, "10", "10", None),
+        ("  ", second.run, "6", "6", "5"),
+        ("    ", third.run, "7", "7", "6"),
     ]
+
+
+def test_the_table_of_many_runs_fits_a_terminal_and_shows_in_what_they_differ(
+    new_job: NewJob, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = [n for n in range(11, 30) if n % 10]
+    rates = {new_job(optimizer__learning_rate=f"0.0{n}", train__seed=str(n)).run: f"0.0{n}" for n in numbers}
+    job = train_new(new_job, train__max_steps="1", optimizer__learning_rate="0.01")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["runs", "--root", str(job.root)]) == 0
+    headings, *lines = capfd.readouterr().out.splitlines()
+    assert max(map(len, [headings, *lines])) <= 80
+    assert {"run", "state", "validation"} <= {*headings.split()} <= {*STATUS_HEADINGS, "differs", "in"}
+    assert not {"chip-hours", "cost"} & {*headings.split()}  # of accelerators and priced nodes
+    for run, rate in (rates | {job.run: "0.01"}).items():
+        [shown] = [line for line in lines if line.startswith(f"{run} ")]
+        assert f"learning_rate {rate}" in shown
+
+
+RUN_COMMANDS: dict[str, tuple[str, ...]] = dict.fromkeys(OF_A_RUN, ()) | {
+    "evaluate": ("--launch=inline", "--parallel.data_parallel_size=1"),
+    "export": ("--output={folder}/model",),
+    "sample": ("--tokens=2",),
+}
+
+
+@pytest.mark.parametrize("command", RUN_COMMANDS)
+def test_a_run_is_named_by_a_prefix_and_needs_no_recipe(
+    family: list[Job], tmp_path: Path, capfd: pytest.CaptureFixture[str], command: str
+) -> None:
+    run, root = family[1].run, str(family[1].root)
+    options = [option.format(folder=tmp_path) for option in RUN_COMMANDS[command]]
+    assert main([command, run[:-2], *options, "--root", root]) == 0
+    printed = capfd.readouterr().out
+    assert run in printed or command in ("sample", "export")
+    for name in ("small-", "no-such-run"):  # several, and none
+        assert exit_code_of(lambda name=name: main([command, name, *options, "--root", root])) == 2  # type: ignore[misc]
+
+
+def test_the_file_of_a_run_is_its_recipe(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
+    first = family[0]
+    for steps, starts in ((10, "none: the run is complete, 10 of 10"), (20, "10 of 20, from ")):
+        options = ("--dry-run", f"--train.max_steps={steps}")
+        code, printed = train_alone(capfd, first.run_folder / RUN_FILE, first.root, *options)
+        assert (code, first.run in printed, starts in printed) == (0, True, True), printed
 
 
 def test_the_statuses_of_runs_are_json_lines(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
     first, second, third = family
-    for command in (["runs"], ["compare", "--runs", ",".join(job.run for job in family)]):
+    for command in (["runs"], ["compare", *(job.run for job in family)], ["compare", "small"]):
         assert main([*command, "--root", str(first.root), "--json"]) == 0
         found = {each["run"]: each for each in map(json.loads, capfd.readouterr().out.splitlines())}
         assert [found[job.run]["step"] for job in family] == [10, 6, 7]
         assert (found[second.run]["state"], found[second.run]["parent"]["run"]) == ("done", first.run)
         assert (found[first.run]["parent"], found[third.run]["parent"]["step"]) == (None, 6)
+        assert found[first.run]["recipe"]["train"]["max_steps"] == 10
 
 
 def test_a_comparison_has_the_recipe_values_that_differ(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
     first, second, _ = family
-    assert main(["compare", "--root", str(first.root), "--runs", f"{first.run},{second.run}"]) == 0
+    assert main(["compare", "--root", str(first.root), first.run, second.run[:-2]]) == 0
     printed = capfd.readouterr().out
     path = first.root / "run/comparison.html"
     assert printed.splitlines()[-1] == str(path)
@@ -91,22 +137,16 @@ def test_a_comparison_has_the_recipe_values_that_differ(family: list[Job], capfd
 @pytest.mark.parametrize(
     ("words", "exit_code"),
     [
-        (["compare", "--runs={run}"], 2),
-        (["compare", "--runs=small-,small-"], 2),
-        (["compare", "--runs={run},no-such-run"], 2),
-        (["report", "--run=no-such-run"], 2),
+        (["compare"], 2),
+        (["compare", "{run}"], 2),
+        (["compare", "{run}", "{run}"], 2),
+        (["compare", "{run}", "no-such-run"], 2),
         (["runs", "--root=/nonexistent"], 3),
     ],
 )
 def test_runs_that_are_missing_or_not_meant_are_refused(family: list[Job], words: list[str], exit_code: int) -> None:
     command, *options = (word.format(run=family[0].run) for word in words)
     assert exit_code_of(lambda: main([command, "--root", str(family[0].root), *options])) == exit_code
-
-
-def test_a_report_is_written_of_the_run_that_is_named(family: list[Job], capfd: pytest.CaptureFixture[str]) -> None:
-    run, root = family[1].run, family[1].root
-    assert main(["report", "--root", str(root), "--run", run[:-2]]) == 0
-    assert capfd.readouterr().out.strip() == str(root / "run" / run / "report.html")
 
 
 @pytest.mark.parametrize(

@@ -78,12 +78,12 @@ def test_the_same_of_the_same_person_that_goes_on_is_followed(cloud: Cloud) -> N
 def test_image_and_recipe_are_those_of_the_newest_deployment(cloud: Cloud) -> None:
     arguments = ("--optimizer.learning_rate=0.1", "--corpus=/fsx/c")
     assert cloud.target.deploy(ask(arguments=arguments, is_followed=False), None) == 0
-    export = ask_one_off("export", "--output", "hf", tag="", recipe=None, is_followed=False)
-    assert cloud.target.run_one_off(export, None) == 0
+    imported = ask_one_off("import", "--from", "hf", tag="", recipe=None, is_followed=False)
+    assert cloud.target.run_one_off(imported, None) == 0
     container = read_container(cloud.jobs.definitions("trainer", of_one_offs=True)[0].body)
     assert container["image"] == cloud.jobs.resolve_image("trainer", TAG)
     words = container["command"]
-    assert words[words.index("--") + 1 :] == ["export", "--optimizer.learning_rate=0.1", "--output", "hf"]
+    assert words[words.index("--") + 1 :] == ["import", "--optimizer.learning_rate=0.1", "--from", "hf"]
     variables = {each["name"]: each["value"] for each in container["environment"]}
     assert unpack_recipe(variables[RECIPE_VARIABLE]).decode() == recipe_text()
 
