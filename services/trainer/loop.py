@@ -353,7 +353,7 @@ class Training:
 
         with self.watchdog.phase(EVALUATION, self._done):
             if evaluation := self._validation.evaluate(self._program, goes_on):
-                self.recorder.add_evaluation(self._done, evaluation)
+                self.recorder.add_evaluation(self._done, self._skipped.total, evaluation)
 
     def finish(self) -> None:
         """Wait for the last checkpoint, and record how this start of the workers ended."""

@@ -19,9 +19,10 @@ from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import check_epochs, check_schedule
 from services.trainer.checkpoints.lookup import newest_checkpoint, run_command, verify_sizes, verify_state
 from services.trainer.checkpoints.retention import discard_left_over
-from services.trainer.evaluation.records import lacks_last_evaluation
+from services.trainer.evaluation.records import describe_loss, lacks_last_evaluation, read_evaluations
 from services.trainer.job import Job, completed_step, require_own_program
 from services.trainer.metrics.commands import recording_command
+from services.trainer.metrics.records import read_last_step
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.branch import describe_parent, open_parent, require_same_vocabulary
 from services.trainer.runs.description import write_run
@@ -53,9 +54,9 @@ def train_run(job: Job, recipe_path: Path, export: Export) -> int:
         if checkpoint and _is_complete(job, checkpoint):
             write_run(job)
             if not is_reported:
-                report_training(job, recipe_path)
+                report_training(job)
             steps = f"step {completed_step(checkpoint)} of {job.recipe.train.max_steps}"
-            print(f"the run is complete: {steps}, {job.checkpoint_collection}")
+            print(f"the run is complete: {steps}, {job.checkpoint_collection}\n{_describe_end(job)}")
             return 0
         if checkpoint:
             require_own_program(job, checkpoint)
@@ -67,8 +68,8 @@ def train_run(job: Job, recipe_path: Path, export: Export) -> int:
         with export(job), adding_path(job.root), notifying_run(job, recipe_path) as observe:
             supervise(replace(job, workers_started_at=datetime.now(UTC)), observe)
         discard_left_over(job.checkpoint_collection)
-    report_training(job, recipe_path)
-    print(f"trained to step {job.recipe.train.max_steps}: {job.checkpoint_collection}")
+    report_training(job)
+    print(f"trained to step {job.recipe.train.max_steps}: {job.checkpoint_collection}\n{_describe_end(job)}")
     return 0
 
 
@@ -107,7 +108,21 @@ def _check_start(job: Job, recipe_path: Path) -> None:
         logger.info("%s is a new run and does not continue %s", job.run, before)
 
 
-def report_training(job: Job, recipe_path: Path) -> None:
+def _describe_end(job: Job) -> str:
+    """Return the lines with which a command that has completed its run ends: the loss, its report and what is next."""
+    evaluations, last = read_evaluations(job.run_folder), read_last_step(job.run_folder)
+    losses = [f"{last['loss']:.3f} at the last step"] if last else []
+    losses += [describe_loss(evaluations[-1])] if evaluations else []
+    report = job.run_folder / REPORT_FILE
+    rows = {
+        "loss": "; ".join(losses),
+        "report": str(report) if report.exists() else run_command(job.root, "report", job.run),
+        "next": run_command(job.root, "sample", job.run),
+    }
+    return "\n".join(f"  {name:<11} {text}" for name, text in rows.items())
+
+
+def report_training(job: Job) -> None:
     """Write the report of a complete run. The report is a view: if it fails, the training has still succeeded.
 
     It reads no weights, because the command's node may be too small for them.

@@ -18,7 +18,10 @@ BLOCK_BYTES = 2**16
 def configure_logging(stage: str, *, rank: int | None = None, file: Path | None = None) -> None:
     """Send every logger's lines to stderr, or to `file`; ranks other than 0 report only warnings and errors."""
     where = stage if rank is None else f"{stage} rank={rank}"
-    handler = logging.FileHandler(file, encoding="utf-8") if file else logging.StreamHandler()
+    # It looks sys.stderr up for each line: a progress bar replaces that, and shows the line above itself.
+    handler = logging.FileHandler(file, encoding="utf-8") if file else logging.lastResort
+    assert handler
+    handler.setLevel(logging.NOTSET)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {where} %(levelname).1s %(message)s", datefmt="%H:%M:%S"))
     logging.raiseExceptions = False  # a line that cannot be written, as on a full disk, is lost without a traceback
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

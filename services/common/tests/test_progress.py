@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,6 +44,33 @@ def test_without_a_terminal_progress_is_plain_lines(
         capsys.readouterr().err
         == "encode: 500/2,000 bytes\nencode: 1,000/2,000 bytes, half, 0 s left\nencode: 2,000/2,000 bytes\n"
     )
+
+
+SHOWN = """
+import logging
+from services.common.process.progress import show_progress
+from services.common.process.telemetry import configure_logging
+configure_logging("trainer")
+with show_progress("training", 2, "steps") as progress:
+    progress.advance_to(1, "loss 8.4")
+    logging.getLogger("services.trainer").info("told")
+"""
+
+
+def test_on_a_terminal_a_line_of_the_log_stays_above_the_progress() -> None:
+    terminal, side = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", SHOWN], env=os.environ | {"TERM": "xterm"}, stderr=side) as process:
+        os.close(side)
+        written = b""
+        with suppress(OSError):  # the end of a terminal
+            while part := os.read(terminal, 65_536):
+                written += part
+        assert process.wait() == 0
+    os.close(terminal)
+    [before] = re.findall(r"([^\n]*)trainer I told", written.decode())
+    erase = "\x1b[2K"
+    assert erase in before
+    assert re.fullmatch(r"[0-9:]{8} ", before.rpartition(erase)[2])
 
 
 def test_after_a_restart_the_time_left_counts_from_the_new_attempt_s_first_step(

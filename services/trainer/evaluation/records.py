@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from services.common.artifacts.manifest import write_durably
+from services.common.process.progress import write_duration
 from services.common.process.telemetry import JsonLines
 from services.trainer.evaluation.losses import Evaluation
 from services.trainer.job import Job
@@ -41,11 +43,28 @@ def metrics_of(evaluation: Evaluation) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def write_evaluation(run_folder: Path, step: int, corpus: str, evaluation: Evaluation) -> None:
-    """Append the record of the evaluation after `step` steps. Raises `OSError` if it cannot be written."""
+def write_evaluation(
+    run_folder: Path, step: int, trained_tokens: int, corpus: str, evaluation: Evaluation
+) -> dict[str, Any]:
+    """Append the record of the evaluation after `step` steps, and return it. Raises `OSError` if that fails."""
+    record = {"step": step, "trained_tokens": trained_tokens, "time": time.time(), "corpus": corpus}
+    record |= describe_evaluation(evaluation)
     lines = JsonLines(run_folder / EVALUATIONS_FILE)
-    lines.append({"step": step, "time": time.time(), "corpus": corpus, **describe_evaluation(evaluation)})
+    lines.append(record)
     lines.close()
+    return record
+
+
+def describe_record(record: Mapping[str, Any], began_at: float) -> str:
+    """Return the line about a record of EVALUATIONS_FILE that people follow a run by."""
+    took = write_duration(round(record["time"] - began_at))
+    return f"step {record['step']:,}: {describe_loss(record)}, {record['trained_tokens']:,} tokens, {took}"
+
+
+def describe_loss(record: Mapping[str, Any]) -> str:
+    bits, perplexity = record["bits_per_byte"], record["perplexity"]
+    quality = f"perplexity {perplexity:,.2f}" if bits is None else f"{bits:.3f} bits per byte"
+    return f"validation loss {record['loss']:.3f}, {quality}"
 
 
 def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:

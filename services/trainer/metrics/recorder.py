@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import resource
@@ -23,7 +24,7 @@ from services.common.program.step import Program
 from services.common.recipe.derived import causal_flops_per_token, instance_type, palm_flops_per_token, tokens_per_step
 from services.common.recipe.schema import Recipe
 from services.trainer.evaluation.losses import Evaluation
-from services.trainer.evaluation.records import metrics_of, write_evaluation
+from services.trainer.evaluation.records import describe_record, metrics_of, write_evaluation
 from services.trainer.inspection.gemm_peak import measure_gemm_peak
 from services.trainer.job import Job, tokens_after
 from services.trainer.metrics.commands import read_commands
@@ -37,6 +38,8 @@ from services.trainer.metrics.records import (
     read_lines,
     read_record_of,
 )
+
+logger = logging.getLogger(__name__)
 
 HELD_FILE = "metrics.held.jsonl"
 
@@ -117,7 +120,7 @@ class MetricsRecorder:
         """Add to the step's record."""
         self._record |= values
 
-    def add_evaluation(self, step: int, evaluation: Evaluation) -> None:
+    def add_evaluation(self, step: int, skipped_steps: int, evaluation: Evaluation) -> None:
         """Write the record of the evaluation after `step` steps. The record of that step gets its numbers, too, if this
         is called in the step's block; otherwise TensorBoard gets them alone.
         """
@@ -125,7 +128,10 @@ class MetricsRecorder:
         self.add(**values)
         if not self._writer:
             return
-        write_evaluation(self._job.run_folder, step, self._job.corpus.id, evaluation)
+        job = self._job
+        trained_tokens = tokens_after(job.recipe, job.lineage.parent, step, skipped_steps)
+        record = write_evaluation(job.run_folder, step, trained_tokens, job.corpus.id, evaluation)
+        logger.info(describe_record(record, job.started_at.timestamp()))
         if self._record.get("step") != step:
             self._writer.show(step, values)
         elif self._writer.is_holding:

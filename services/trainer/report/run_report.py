@@ -22,7 +22,7 @@ from services.trainer.metrics.run_numbers import RunNumbers
 from services.trainer.report.curves import CHARTS, DrawnChart, RunCurves
 from services.trainer.report.page import render
 from services.trainer.runs.run import REPORT_FILE, Run
-from services.trainer.runs.summary import list_facts, summarize
+from services.trainer.runs.summary import describe_training, list_facts, summarize
 
 _MAX_PHASES = 60
 _NO_SAMPLE = "`{command}` adds a sample here, for which it loads the whole model."
@@ -53,7 +53,7 @@ def _render_report(run: Run, sample_text: str | None) -> str:
     return render(
         "report.html",
         title=run.name,
-        subtitle=f"Millrace run, written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        subtitle=f"{describe_training(run)}. Written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         run=run,
         run_facts=list(list_facts(run)),
         data={"runs": [curves.positions()], "marks": curves.marks(events), "charts": charts},

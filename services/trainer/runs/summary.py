@@ -24,7 +24,18 @@ class Fact(NamedTuple):
     """Share of a bar below the value, from 0 to 1; None for no bar."""
 
 
+def describe_training(run: Run) -> str:
+    """Return what a run trains, in one line: family, parameters, tokens so far, corpora and tokenizer."""
+    model, vocabulary = run.recipe.model, run.corpus.manifest.corpus.vocabulary
+    family, tokens = "Qwen3" if model.qk_norm else "Llama", read_status(run.root, run.name).tokens or 0
+    return (
+        f"{family} of {_write_number(model.num_parameters)} parameters, {_write_number(tokens)} tokens of "
+        f"{' and '.join(run.corpora)}, {Path(vocabulary.path).name} with {vocabulary.vocab_size:,} pieces"
+    )
+
+
 def list_facts(run: Run) -> Iterator[Fact]:
+    """Yield the numbers of a run that are known."""
     numbers, status = run.numbers, read_status(run.root, run.name)
     share = min(1.0, status.step / status.max_steps) if status.max_steps else None
     of_all = f" of {status.max_steps:,}" if status.max_steps else ""
@@ -34,21 +45,17 @@ def list_facts(run: Run) -> Iterator[Fact]:
         error = f"± {numbers['loss_standard_error']:.3f} " if "loss_standard_error" in numbers else ""
         steps = f"steps {numbers['loss_first_step']:,} to {numbers['loss_last_step']:,}"
         yield Fact("Training loss", f"{numbers['loss']:.3f}", f"{error}nats per token, mean of {steps}")
-    else:
-        yield Fact("Training loss", "none yet", "no recorded step has updated the weights")
     if run.evaluations:
         newest = run.evaluations[-1]
         error = f"± {newest['standard_error']:.3f} " if newest["standard_error"] is not None else ""
         bits = f", {newest['bits_per_byte']:.3f} bits per byte" if newest["bits_per_byte"] is not None else ""
         yield Fact("Validation loss", f"{newest['loss']:.3f}", f"{error}at step {newest['step']:,}{bits}")
-    else:
-        yield Fact("Validation loss", "none yet", "no evaluation was made")
     if status.tokens is not None:
         total = f"of {_write_number(status.total_tokens)}" if status.total_tokens else ""
         seen = min(1.0, status.tokens / status.total_tokens) if status.total_tokens else None
         yield Fact("Tokens seen", _write_number(status.tokens), total, seen)
-    left = "unknown" if status.seconds_left is None else write_duration(status.seconds_left)
-    yield Fact("Time left", "none" if status.state == "done" else left)
+    if status.seconds_left:
+        yield Fact("Time left", write_duration(status.seconds_left))
     if status.began_at:
         yield Fact("Began", f"{status.began_at:%Y-%m-%d}", f"{status.began_at:%H:%M} UTC")
     if "tokens_per_second" in numbers:
@@ -60,19 +67,16 @@ def list_facts(run: Run) -> Iterator[Fact]:
     if status.goodput is not None:
         restarts = int(numbers.get("restarts", 0))
         yield Fact("Goodput", f"{status.goodput:.1%}", f"{restarts:,} restart{'' if restarts == 1 else 's'}")
-    if status.cost is None:
-        yield Fact("Cost so far", "unknown", "there is no price for these machines")
-    else:
+    if status.cost is not None:
         yield Fact("Cost so far", f"${status.cost:,.2f}", "by on-demand prices, while nodes were held")
-    if status.chip_hours is None:
-        yield Fact("Chip-hours", "none", "no accelerator was held")
-    else:
+    if status.chip_hours is not None:
         yield Fact("Chip-hours", f"{status.chip_hours:,.2f}", "accelerators times the hours they were held")
 
 
 def summarize(run: Run) -> str:
     """Return a text with what each stage made, the run's facts, and what took its time."""
     rows = [
+        ("Trained", describe_training(run)),
         *_describe_artifacts(run),
         *_describe_relatives(run),
         *((fact.label, f"{fact.value}  {fact.note.replace('±', '+-')}".rstrip()) for fact in list_facts(run)),

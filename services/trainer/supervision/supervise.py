@@ -21,8 +21,10 @@ from services.common.notices import notifying
 from services.common.process.background_thread import running_in_background
 from services.common.process.progress import show_progress
 from services.common.process.shutdown import StopReason, end_soon, name_signal, on_stop_signal, raise_stopped
+from services.common.process.telemetry import JsonLinesTail
 from services.common.recipe.schema import NoticeCondition
 from services.trainer.checkpoints.steps import newest_step
+from services.trainer.evaluation.records import EVALUATIONS_FILE, describe_record
 from services.trainer.health.heartbeats import forget_heartbeats, read_phase
 from services.trainer.job import Job
 from services.trainer.loop import train
@@ -140,6 +142,8 @@ def _progress_of(job: Job, step: int, observe: Observer) -> Iterator[None]:
         is_last, tail, seen = False, EventTail(job), before
         while not is_last:
             is_last = is_over.wait(PROGRESS_SECONDS)
+            for evaluated in evaluations.read():
+                logger.info(describe_record(evaluated, job.started_at.timestamp()))
             events = tail.read()
             for warning in warnings_of(events):
                 logger.warning(warning)
@@ -158,5 +162,6 @@ def _progress_of(job: Job, step: int, observe: Observer) -> Iterator[None]:
     with show_progress("training", job.recipe.train.max_steps, "steps") as progress:
         progress.start_again(step)
         before = read_last_step(job.run_folder)  # workers' clocks may differ from this one
+        evaluations = JsonLinesTail(job.run_folder / EVALUATIONS_FILE, from_end=True)
         with running_in_background(follow, "progress"):
             yield

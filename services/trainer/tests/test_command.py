@@ -174,6 +174,30 @@ def test_a_run_goes_on_under_another_program_only_when_told_and_remembers_it(
         assert read_sealed(newest)["checkpoint"]["waivers"] == ["--allow-changed-program"]
 
 
+def test_training_leaves_a_trail_and_ends_with_the_loss_the_report_and_the_next_command(
+    recipe: Path, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    exit_code, output = train_alone(capfd, recipe, root, "--train.max_steps=4", "--train.evaluation_interval_steps=2")
+    assert exit_code == 0, output
+    [folder] = root.glob("run/*/")
+    expected = [
+        (f"{each['step']}", f"{each['loss']:.3f}", f"{each['bits_per_byte']:.3f}", f"{each['step'] * 8 * 16:,}")
+        for each in read_run(root).evaluations
+    ]
+    assert [each[0] for each in expected] == ["0", "2", "4"]
+    line = r" trainer.* I step (\d+): validation loss ([\d.]+), ([\d.]+) bits per byte, ([\d,]+) tokens, \d+"
+    for text in (output, (folder / "logs/rank-00000.log").read_text()):
+        assert re.findall(line, text) == expected
+
+    end = dict(re.findall(r"^  (loss|report|next) +(.*)$", output, re.MULTILINE))
+    assert expected[-1][1] in end["loss"]
+    assert f"{read_run(root).losses[-1]:.3f}" in end["loss"]
+    assert Path(end["report"]).is_file()
+    start = shell_command("services.trainer", "sample")
+    assert end["next"].startswith(start)
+    assert main(["sample", *shlex.split(end["next"].removeprefix(start))]) == 0
+
+
 def test_a_second_command_finds_the_run_complete_and_sees_to_its_report(
     recipe: Path, root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_killed_run_has_the_same_bits_with_other_workers_and_a_loss_of_each_co
     }
     assert both["loss"] == pytest.approx(sum(each.loss * each.tokens for each in alone.values()) / both["tokens"])
     assert both["bits_per_byte"] == pytest.approx(alone["code"].bits_per_byte, rel=0.1)
-    assert summarize(run).count("tokenizer") == 2
+    assert summarize(run).count("\ntokenizer ") == 2
 
 
 @pytest.mark.parametrize("empty", ["a", "b", "c", "ab", "bc"])

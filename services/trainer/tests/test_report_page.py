@@ -26,7 +26,7 @@ from services.trainer.report.curves import CHARTS, MAX_LABELS, MAX_MARKS, MAX_PO
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.run import open_started_run
 from services.trainer.tests import work
-from services.trainer.tests.builders import NewJob, train_new
+from services.trainer.tests.builders import QWEN_3, NewJob, train_new
 from services.trainer.tests.metric_lines import STEP, make_steps
 from services.trainer.tests.runs import checkpoints, read_charts, read_curves
 
@@ -209,6 +209,23 @@ def test_a_report_is_small_complete_and_says_what_happened(pages: list[Path]) ->
     assert "<figure" not in begun
     for page in (trained, begun):  # asks for no other file
         assert not re.findall(r'(?:src|href)="(?!data:|#)|url\(|@import|fetch\(|XMLHttpRequest', page)
+
+
+@pytest.mark.parametrize(("overrides", "family"), [({}, "Llama"), (QWEN_3, "Qwen3")])
+def test_a_report_begins_with_what_was_trained_and_has_no_tile_without_a_value(
+    new_job: NewJob, overrides: dict[str, str], family: str
+) -> None:
+    """A CPU has neither a price nor chip-hours, and this run was not evaluated."""
+    job = train_new(new_job, train__max_steps="2", train__evaluation_tokens="0", **overrides)
+    page = write_report(open_started_run(job.root, job.run)).read_text(encoding="utf-8")
+    first = re.search(r"<header><p>(.*?)</p>", page)
+    assert first
+    parameters = f"{job.recipe.model.num_parameters / 1e3:.3g}k parameters"
+    for word in (family, parameters, "256 tokens", job.recipe.corpus.name, "tokenizer.model", "300 pieces"):
+        assert word in first[1]
+    tiles = dict(re.findall(r"<dt>(.*?)</dt><dd>([^<]*)", page))
+    assert {"State", "Training loss", "Tokens seen"} <= tiles.keys()
+    assert not {"Cost so far", "Chip-hours", "Validation loss", "Time left"} & tiles.keys()
 
 
 BESIDE = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
