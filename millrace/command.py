@@ -7,6 +7,7 @@ that program's. This module imports no library that the help does not need.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from typer.core import TyperCommand
 
 from millrace import TREE
 from millrace.programs import DEPLOY_PROGRAMS, HELP, PROGRAMS, Call, Program, require_installed
-from services.common.process.entry_point import exit_code_of, run_main
+from services.common.process.entry_point import COMMAND_VARIABLE, exit_code_of, run_main
 
 _SETTINGS: dict[str, Any] = {"help_option_names": list(HELP)}
 app = typer.Typer(
@@ -54,6 +55,7 @@ def start(call: Call) -> NoReturn:
     path = os.pathsep.join(filter(None, (str(TREE), os.environ.get("PYTHONPATH"))))
     # A folder `services` beside a person is theirs, for the program's workers, too.
     environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    environment |= {COMMAND_VARIABLE: shlex.join(["millrace", *sys.argv[1:]])}
     command = [sys.executable, "-m", call.module, *call.words]
     os.execve(sys.executable, command, environment)  # nosec B606 # it replaces itself by the program
 

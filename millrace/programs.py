@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ def is_value(word: str) -> bool:
 
 def join_overrides(words: Sequence[str]) -> list[str]:
     """Return the words, with recipe overrides `--section.key=value` in `--args`, as deploy commands take them."""
-    overrides = [word for word in words if word.startswith("--") and "." in word.partition("=")[0]]
+    overrides = [word for word in words if re.match(r"--([^=]*\.|name=)", word)]
     rest = [word for word in words if word not in overrides]
     if overrides and "--args" in rest[:-1]:
         at = rest.index("--args")

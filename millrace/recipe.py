@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from millrace import TREE
+from services.common.recipe.presets import SHIPPED
 
 if TYPE_CHECKING:
     from services.common.recipe.schema import Recipe
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def find_recipe(recipe: str | Path) -> Path:
     """Return the path of a recipe. A bare name that is no file here is that of a shipped recipe: `tiny-cpu`."""
     path = Path(recipe)
-    shipped = TREE / "recipes" / f"{path.name.removesuffix('.toml')}.toml"
+    shipped = SHIPPED / f"{path.name.removesuffix('.toml')}.toml"
     is_bare = path.parent == Path()
     return shipped if is_bare and not path.is_file() and shipped.is_file() else path
 

@@ -26,7 +26,7 @@ from deploy.client.requested_recipe import read_requested_recipe
 from deploy.stage_contract import ClusterMode
 from services.common.errors import RecipeError
 from services.common.process.command_line import make_app, positive, run_app
-from services.common.process.entry_point import exit_code_of, run_main
+from services.common.process.entry_point import COMMAND_VARIABLE, exit_code_of, run_main
 from services.common.recipe.schema import STAGES, Stage
 
 if TYPE_CHECKING:
@@ -134,7 +134,8 @@ class Given:
             if reason := explain_inapplicable(name, command, self.target):
                 on = "" if name == "TARGET" else f" with TARGET={self.target}"
                 raise RecipeError(f"{name}={value} does not apply to {command}{on}: {reason}")
-        self.repetition = " ".join(["make", command, *(f"{name}={value}" for name, value in given.items())])
+        by_make = " ".join(["make", command, *(f"{name}={value}" for name, value in given.items())])
+        self.repetition = os.environ.get(COMMAND_VARIABLE, by_make)
 
     def __getitem__(self, name: str) -> Any:
         return self._values[name]

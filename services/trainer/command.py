@@ -309,7 +309,7 @@ def export_model(
     nxd = None
     if format == "nxd":
         if tensor_parallel_size is None:
-            context.fail("--format nxd needs --tensor-parallel-size, such as --tensor-parallel-size 8.")
+            context.fail("--format nxd needs --tensor-parallel-size, which is that of the run that loads it.")
         if average_last > 1:
             context.fail("--average-last applies to --format hugging-face only: an NxD checkpoint continues a run.")
         with importing():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
+import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from contextlib import nullcontext
@@ -58,6 +61,10 @@ def call(line: str) -> Call:
         (
             "deploy run trainer --command 'sample --seed 1'",
             "python -m deploy.commands stage-run --stage trainer --command 'sample --seed 1'",
+        ),
+        (
+            "deploy stage trainer --name=lr1",
+            "python -m deploy.commands deploy-stage --stage trainer --args --name=lr1",
         ),
         ("deploy stop trainer --help", "python -m deploy.commands stop-stage --stage trainer --help"),
     ],
@@ -172,6 +179,22 @@ def test_a_program_without_its_libraries_names_the_extras(
     with pytest.raises(millrace.MillraceError) if extras else nullcontext() as raised:
         require_installed(call(line))
     assert raised is None or (raised.value.exit_code, f"{extras}'" in str(raised.value)) == (4, True)
+
+
+def test_a_demo_that_ends_early_advises_the_command_that_began_it(tmp_path: Path) -> None:
+    """Where no Makefile is."""
+    words = ["demo", "tiny-cpu", "--model.vocab_size=300", "--root", str(tmp_path / "a root")]
+    done = subprocess.run(
+        [sys.executable, "-m", "millrace", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    [advised] = re.findall(r"Continue with: (.*)", done.stderr)
+    assert shlex.split(advised) == ["millrace", *words]
 
 
 def test_the_package_names_a_command_that_exists_and_sources_of_its_extras() -> None:

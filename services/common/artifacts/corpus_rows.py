@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import shlex
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -209,7 +210,8 @@ def require_documents(folder: Path, corpus: CorpusPayload, split: Split, found: 
 
 def advise_verify(folder: Path) -> str:
     """Return the sentence that says how to find all damage of a corpus."""
-    return f"Check the corpus with `{shell_command('services.common.artifacts', 'verify')} {folder}`."
+    command = f"{shell_command('services.common.artifacts', 'verify')} {shlex.quote(str(folder))}"
+    return f"Check the corpus with `{command}`."
 
 
 def _view(values: pa.Array) -> Any:

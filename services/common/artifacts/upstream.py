@@ -15,7 +15,7 @@ from services.common.errors import ArtifactError, shell_command
 from services.common.problem_list import list_names
 from services.common.recipe.derived import corpus_weights
 from services.common.recipe.file import read_override
-from services.common.recipe.schema import Model, Recipe, Stage
+from services.common.recipe.schema import Recipe, Stage
 
 _OWN = {"tokenizer": "tokenize", "compiler": "compile", "trainer": "train"}
 
@@ -107,7 +107,7 @@ def _require_fit(corpus: Artifact[CorpusManifest], recipe: Recipe, tokenizer: st
     if payload.vocabulary.vocab_size != recipe.model.vocab_size:
         raise ArtifactError(
             f"{corpus.path}: its vocabulary has {payload.vocabulary.vocab_size:,} pieces, model.vocab_size is "
-            f"{recipe.model.vocab_size:,}. {advise_vocab_size(recipe.model, payload.vocabulary.vocab_size)} or use the "
+            f"{recipe.model.vocab_size:,}. {advise_vocab_size(recipe, payload.vocabulary.vocab_size)} or use the "
             f"corpus of a tokenizer with {recipe.model.vocab_size:,} pieces."
         )
     if payload.sequence_length != recipe.corpus.sequence_length:
@@ -124,11 +124,12 @@ def _require_fit(corpus: Artifact[CorpusManifest], recipe: Recipe, tokenizer: st
     return corpus
 
 
-def advise_vocab_size(model: Model, num_pieces: int) -> str:
-    """Return the start of a sentence with the options by which a model fits a vocabulary of `num_pieces`."""
-    rows = model.num_vocab_rows
+def advise_vocab_size(recipe: Recipe, num_pieces: int) -> str:
+    """Return the start of a sentence with the options by which a recipe fits a vocabulary of `num_pieces`."""
+    rows = recipe.model.num_vocab_rows
+    trained = f" --tokenizer.train.vocab_size={num_pieces}" if recipe.tokenizer.train else ""
     padding = f" --model.padded_vocab_size={rows} (if the model has {rows:,} rows)" if rows > num_pieces else ""
-    return f"Set --model.vocab_size={num_pieces}{padding}"
+    return f"Set --model.vocab_size={num_pieces}{trained}{padding}"
 
 
 def find_cache(recipe: Recipe, recipe_path: Path, root: Path) -> Artifact[CompileCacheManifest]:

@@ -84,9 +84,7 @@ def positive(value: float | None) -> float | None:
 
 ROOT = Path("fsx")
 Context = typer.Context
-RecipePath = Annotated[
-    Path, typer.Option("--recipe", metavar="FILE", help="TOML file of the recipe, or run.json of a run")
-]
+RecipePath = Annotated[Path, typer.Option("--recipe", metavar="FILE", help="the recipe, or the run.json of a run")]
 Root = Annotated[Path, typer.Option(metavar="DIR", callback=Path.absolute, help="folder of all artifacts")]
 Launch = Annotated[
     str,

@@ -41,6 +41,8 @@ from services.common.process.shutdown import (
     stop_behind,
 )
 
+COMMAND_VARIABLE = "MILLRACE_COMMAND"
+"""Variable with the command line of `millrace` that has started this program."""
 _FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PLACE_ERRNOS = {
     *(errno.EROFS, errno.EACCES, errno.EPERM),

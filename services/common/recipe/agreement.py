@@ -36,23 +36,26 @@ def require_agreement(recipe: Recipe) -> None:
     trained = recipe.tokenizer.train
     if trained and trained.vocab_size != recipe.model.vocab_size:
         raise ValueError(
-            f"tokenizer.train.vocab_size {trained.vocab_size} and model.vocab_size {recipe.model.vocab_size} differ"
+            f"tokenizer.train.vocab_size {trained.vocab_size} and model.vocab_size {recipe.model.vocab_size} differ: "
+            f"--tokenizer.train.vocab_size={recipe.model.vocab_size} or --model.vocab_size={trained.vocab_size}"
         )
 
 
 def _require_shared_batch(recipe: Recipe) -> None:
     number, models = recipe.batch.num_micro_batches, recipe.parallel.data_parallel_size
-    if number % models:
-        raise ValueError(
-            f"{number} micro-batches per step (batch.global_batch_size / batch.micro_batch_size) cannot be shared by "
-            f"parallel.data_parallel_size {models}: make batch.global_batch_size a multiple of "
-            f"{recipe.batch.micro_batch_size * models}"
-        )
-    if recipe.train.reduction == "exact" and number & (number - 1):
-        raise ValueError(
-            f"train.reduction = 'exact' sums micro-batches in a binary tree and needs a power of two of them, got "
-            f"{number} (batch.global_batch_size / batch.micro_batch_size)"
-        )
+    is_exact = recipe.train.reduction == "exact"
+    if number % models == 0 and not (is_exact and number & (number - 1)):
+        return
+    needs, fitting, shared = "", models, -(-number // models) * models
+    if is_exact:
+        needs, fitting = "a power of two, as train.reduction = 'exact' needs, and ", 1 << models.bit_length() - 1
+        shared = 1 << (max(number, fitting) - 1).bit_length()
+    options = f"--parallel.data_parallel_size={fitting} " if fitting != models else ""
+    raise ValueError(
+        f"{number} micro-batches per step (batch.global_batch_size / batch.micro_batch_size), expected {needs}a "
+        f"multiple of parallel.data_parallel_size {models}: "
+        f"{options}--batch.global_batch_size={shared * recipe.batch.micro_batch_size}"
+    )
 
 
 def _require_devices(recipe: Recipe) -> None:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import shlex
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import ValidationError
 
 from services.common.errors import RecipeError
 from services.common.problem_list import list_problems
+from services.common.recipe.presets import SHIPPED
 from services.common.recipe.schema import Recipe
 from services.common.recipe.section import Section
 
@@ -62,7 +64,9 @@ def read_recipe_source(path: Path) -> RecipeSource:
     try:
         return parse_recipe_source(path.read_bytes(), str(path))
     except FileNotFoundError as error:
-        raise RecipeError(f"{path}: no such recipe. `ls recipes/` shows those that are shipped.") from error
+        raise RecipeError(
+            f"{path}: no such recipe. `ls {shlex.quote(str(SHIPPED))}` shows those that are shipped."
+        ) from error
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from error
 
@@ -80,9 +84,9 @@ def parse_recipe_source(content: bytes, origin: str) -> RecipeSource:
 
 
 def read_override(word: str) -> tuple[str, str] | None:
-    """Return key and value of an override, `--section.key=value`; None for any other word."""
+    """Return key and value of an override, `--section.key=value` or `--name=value`; None for any other word."""
     key, equals, value = word.removeprefix("--").partition("=")
-    return (key, value) if word.startswith("--") and equals and "." in key else None
+    return (key, value) if word.startswith("--") and equals and ("." in key or key == "name") else None
 
 
 def read_overrides(words: Iterable[str]) -> dict[str, Any]:
@@ -107,18 +111,23 @@ def _find_override(location: Sequence[Any], overrides: Iterable[str]) -> str:
 def explain_word(word: str) -> str:
     """Return how to write a word of a command line that may be meant as an override."""
     key, _, value = word.removeprefix("--").partition("=")
-    text, sections = value or "VALUE", [name for name, each in _subsections(Recipe).items() if key in each.model_fields]
-    meant = [key] if "." in key else [f"{name}.{key}" for name in sections] or ["section.key"]
-    return f"A recipe override is written with section and `=`: {' or '.join(f'--{each}={text}' for each in meant)}."
+    key, text = key.replace("-", "_"), value or "VALUE"
+    meant = [key] if "." in key else [f"{key}.KEY"] if key in _subsections(Recipe) else _keys_named(key)
+    options = " or ".join(f"--{each}={text}" for each in meant or ["section.key"])
+    return f"A recipe override is written with section and `=`: {options}."
 
 
 def _override(values: dict[str, Any], dotted: str, value: Any) -> None:
     *sections, key = dotted.split(".")
     for section in sections:
-        values = values.setdefault(section, {})
+        if values.get(section) is None:  # run.json has such
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
             raise RecipeError(f"--{dotted}: {section} is a value, not a section.")
     values[key] = value
+    if text == "null":  # which TOML does not have
+        del values[key]
 
 
 def _describe_problem(problem: Any) -> str:
@@ -127,7 +136,7 @@ def _describe_problem(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         return f"unknown key {dotted!r}.{_nearest_key(location)}"
     if problem["type"] == "missing":
-        return f"{dotted}: missing. Every recipe needs it; see recipes/tiny-cpu.toml."
+        return f"{dotted}: missing. Give it in the recipe, or as --{dotted}=VALUE."
     if problem["type"] == "value_error":
         return (f"{dotted}: " if dotted else "") + problem["msg"].removeprefix("Value error, ")
     message = f"a section, --{dotted}.KEY=VALUE" if problem["type"] == "model_type" else problem["msg"]
@@ -143,10 +152,25 @@ def _nearest_key(location: list[str]) -> str:
     near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
     if near:
         return f" Did you mean {'.'.join([*location[:-1], near[0]])!r}?"
-    for name, each in _subsections(Recipe).items():
-        if location[-1] in each.model_fields:
-            return f" Did you mean '{name}.{location[-1]}'?"
+    for key in _keys_named(location[-1]):
+        return f" Did you mean {key!r}?"
     return f" Known here: {', '.join(known)}."
+
+
+def _keys_named(last: str) -> list[str]:
+    """Return the dotted keys of a recipe whose last word this is, or a similar one, without those in lists."""
+    keys = {key: key.rpartition(".")[2] for key in _list_keys(Recipe)}
+    near = difflib.get_close_matches(last, keys.values(), n=1)
+    return [key for key, word in keys.items() if word in near]
+
+
+def _list_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    within = _subsections(section)
+    for name, field in section.model_fields.items():
+        if name in within and get_origin(field.annotation) is not tuple:
+            yield from _list_keys(within[name], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def _subsections(section: type[Section]) -> dict[str, type[Section]]:

@@ -1,10 +1,13 @@
-"""The published sizes of Llama, TinyLlama (arXiv 2401.02385) and Qwen3 (arXiv 2505.09388), as the recipe's `[model]`
-section has them.
+"""What is shipped: recipes, and the published sizes of Llama, TinyLlama (arXiv 2401.02385) and Qwen3 (arXiv
+2505.09388), as the recipe's `[model]` section has them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+SHIPPED = Path(__file__).parents[3] / "recipes"
 
 
 def _sizes(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, key_value_heads: int) -> dict[str, Any]:

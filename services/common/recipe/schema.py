@@ -155,7 +155,10 @@ class Tokenizer(Section):
     @model_validator(mode="after")
     def _has_one_vocabulary(self) -> Self:
         if (self.model is None) == (self.train is None):
-            raise ValueError("give either tokenizer.model (a file) or [tokenizer.train] (settings to make one)")
+            raise ValueError(
+                "give either tokenizer.model (a file) or [tokenizer.train] (settings to make one). To leave these "
+                "settings out: --tokenizer.train=null"
+            )
         return self
 
 
@@ -329,17 +332,15 @@ class Optimizer(Section):
 
     @model_validator(mode="after")
     def _has_what_its_schedule_needs(self) -> Self:
-        taken = {"decay_steps": self.schedule != "constant", "cooldown_steps": self.schedule == "wsd"}
+        decays = self.schedule != "constant"
+        taken = {"decay_steps": decays, "cooldown_steps": self.schedule == "wsd", "min_learning_rate": decays}
         for name, is_taken in taken.items():
-            value = getattr(self, name)
-            if is_taken and value is None:
-                raise ValueError(f"schedule {self.schedule!r} needs {name}")
-            if value is not None and not is_taken:
-                raise ValueError(f"schedule {self.schedule!r} has no {name}, got {value}: leave it out")
-        if self.schedule == "constant" and self.min_learning_rate:
-            raise ValueError(
-                f"schedule 'constant' has no min_learning_rate, got {self.min_learning_rate}: leave it out"
-            )
+            if is_taken and getattr(self, name) is None:
+                raise ValueError(f"schedule {self.schedule!r} needs {name}: --optimizer.{name}=VALUE")
+        if surplus := [name for name, is_taken in taken.items() if getattr(self, name) and not is_taken]:
+            found = " and no ".join(f"{name}, got {getattr(self, name)}" for name in surplus)
+            options = " ".join(f"--optimizer.{name}=null" for name in surplus)
+            raise ValueError(f"schedule {self.schedule!r} has no {found}: leave out by {options}")
         return self
 
     @model_validator(mode="after")

@@ -60,10 +60,12 @@ def run(*words: str) -> int:
 
 @pytest.mark.parametrize("name", [[], ["train"]])
 def test_the_command_line_overrides_the_recipe_of_the_default_command(tmp_path: Path, name: list[str]) -> None:
-    path = write_recipe(tmp_path)
-    assert run(*name, "--recipe", str(path), "--train.max_steps=7", "--root=data") == 7
+    path = write_recipe(tmp_path, train__time_limit_seconds=60)
+    overrides = ("--train.max_steps=7", "--name=lr1", "--train.time_limit_seconds=null")
+    assert run(*name, "--recipe", str(path), *overrides, "--root=data") == 7
     found, _ = given.pop()
     assert (found.recipe.train.max_steps, found.recipe_path, found.root) == (7, path, Path.cwd() / "data")
+    assert (found.recipe.name, found.recipe.train.time_limit_seconds) == ("lr1", None)
 
 
 @pytest.mark.parametrize(

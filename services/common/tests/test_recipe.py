@@ -108,7 +108,7 @@ EIGHT = {
     [
         ({"batch.global_batch_size": "7"}, "global_batch_size 7 .* micro_batch_size 2"),
         ({"parallel.data_parallel_size": "3"}, "4 micro-batches per step .* parallel.data_parallel_size 3"),
-        ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "a power of two .* got 6"),
+        ({"batch.global_batch_size": "12", "parallel.data_parallel_size": "3"}, "6 micro-batches .* a power of two"),
         ({"parallel.device": "xla"}, "'xla' needs .*train.reduction = 'fast'"),
         (XLA | {"cluster.min_nodes": "1"}, "cluster.min_nodes 1 .* parallel.device 'xla'"),
         (

@@ -84,7 +84,7 @@ def provide_vocabulary(recipe: Recipe, inputs: CorpusInputs, scratch: Path) -> t
     if vocabulary.vocab_size != recipe.model.vocab_size:
         raise RecipeError(
             f"{uri} has {vocabulary.vocab_size:,} pieces, but model.vocab_size is {recipe.model.vocab_size:,}. "
-            f"{advise_vocab_size(recipe.model, vocabulary.vocab_size)}, or name another tokenizer.model."
+            f"{advise_vocab_size(recipe, vocabulary.vocab_size)}, or name another tokenizer.model."
         )
     if not marker:
         discard(folder)

@@ -176,7 +176,7 @@ def choose_checkpoint(
         raise no_checkpoint_yet(collection)
     if step is not None and step not in steps:
         newest = list_names(map(str, reversed(steps)))
-        raise ArtifactError(f"{collection}: has no checkpoint after step {step}. Pass --step with one of {newest}.")
+        raise ArtifactError(f"{collection}: has checkpoints after {newest}, none after {step}: --step={steps[-1]}")
     checkpoint = newest_checkpoint(collection, verify) if step is None else open_checkpoint(collection, step, verify)
     assert checkpoint is not None
     return checkpoint

@@ -7,6 +7,7 @@ nodes share the files of the corpus and of the compile cache. The command itself
 from __future__ import annotations
 
 import os
+import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -136,7 +137,8 @@ class Doctor:
                 if not is_damage(error):
                     raise
                 # A stage does not touch a published artifact, even if it is damaged.
-                return problem(error, f"mv {path} {self.given.root / f'damaged-{manifest.id}'} && {command}")
+                move = shlex.join(["mv", str(path), str(self.given.root / f"damaged-{manifest.id}")])
+                return problem(error, f"{move} && {command}")
         what = "checksums" if self.level == "full" else "sizes"
         return ok(f"{path}: {what} of {len(manifest.files):,} files, {show_size(size)}, are as published")
 
@@ -220,8 +222,9 @@ class Doctor:
 
 def check_writer(job: Job) -> Finding:
     """Find a command that trains the run."""
+    stop = shlex.quote(str(job.run_folder / STOP_FILE))
     if holder := find_holder(job.lock):
-        return warning(f"{holder} trains this run", f"wait for it, or stop it: touch {job.run_folder / STOP_FILE}")
+        return warning(f"{holder} trains this run", f"wait for it, or stop it: touch {stop}")
     return ok("no command trains this run")
 
 
@@ -233,7 +236,7 @@ def check_run_folder(job: Job) -> Finding:
             seen = StorageError(f"{place}: user {os.getuid()} cannot write there, but the run must")
             return problem(seen, "change its owner or mode, or pass another --root")
     if stop.exists():
-        return warning(f"{stop} exists: the run would stop after its first step", f"rm {stop}")
+        return warning(f"{stop} exists: the run would stop after its first step", f"rm {shlex.quote(str(stop))}")
     return ok(f"{job.run_folder}")
 
 

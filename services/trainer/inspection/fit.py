@@ -30,8 +30,8 @@ def require_fit(recipe: Recipe) -> None:
     if cluster.trainer_workers_per_node > device.workers:
         raise RecipeError(
             f"cluster.trainer_workers_per_node {cluster.trainer_workers_per_node}: a {device.name} has "
-            f"{device.workers} {device.accelerators}, one for each worker. Pass "
-            f"--cluster.trainer_workers_per_node={device.workers}"
+            f"{device.workers} {device.accelerators}, one for each worker. Pass --cluster.trainer_workers_per_node="
+            f"{max(n for n in range(1, device.workers + 1) if recipe.parallel.num_workers % n == 0)}"
         )
     memory = memory_of_worker(recipe)
     if memory.peak_bytes > device.worker_memory_bytes:

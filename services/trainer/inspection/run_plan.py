@@ -109,7 +109,7 @@ def run_times(recipe: Recipe, assumptions: Assumptions) -> RunTimes:
     if step is None:
         raise RecipeError(
             f"{recipe.name}: the time of a step is unknown without cluster.trainer_instance_type. Pass a recipe that "
-            f"names one, such as recipes/llama2-7b-trn1.toml, or --cluster.trainer_instance_type."
+            f"names one, such as recipes/llama2-7b-trn1.toml, or --cluster.trainer_instance_type=NAME."
         )
     return RunTimes(step.seconds, assumptions.write_seconds(recipe), 60 * assumptions.node_wait_minutes)
 

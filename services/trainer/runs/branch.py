@@ -76,10 +76,11 @@ def open_parent(root: Path, branch: Branch) -> Artifact[CheckpointManifest]:
     address = Address(root, "checkpoint", branch.run, checkpoint_id(branch.step))
     if (address.path / MANIFEST).exists():
         return open_checkpoint(address.collection, branch.step, lambda _: None)
-    kept = list_names(map(str, reversed(checkpoint_steps(address.collection))))
+    steps = checkpoint_steps(address.collection)
+    branches = f"Branch from one of them, as --train.branch.step={steps[-1]}, restore" if steps else "Restore"
     raise ArtifactError(
-        f"{address.collection}: train.branch.step is {branch.step}, but the run has checkpoints only after {kept}. "
-        f"Branch from one of them, restore step {branch.step} from a copy, or find the run: "
+        f"{address.collection}: train.branch.step is {branch.step}, but the run has checkpoints only after "
+        f"{list_names(map(str, reversed(steps)))}. {branches} step {branch.step} from a copy, or find the run: "
         f"`{run_command(root, 'runs')}`. A run keeps its last checkpoint.keep_latest checkpoints and the multiples of "
         f"checkpoint.keep_interval_steps."
     )
@@ -210,7 +211,7 @@ def _first_sample(ancestors: tuple[Ancestor, ...], train: Train, digest: str) ->
         raise RecipeError(
             f"train.data_seed is {train.data_seed}, but {seen.run} has taken {next_sample:,} samples of the same "
             f"corpus in the order of seed {seen.data_seed}: in another order the branch would see some of them again. "
-            f'Set train.data_seed = {seen.data_seed}, or ask for it with train.branch.data = "restart".'
+            f"Set --train.data_seed={seen.data_seed}, or ask for it with --train.branch.data=restart."
         )
     return next_sample
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -137,17 +136,14 @@ def find_runs(root: Path, name: str) -> list[str]:
 
 
 def _describe_differences(runs: Sequence[RunStatus]) -> dict[str, str]:
-    """Describe the values in which each run differs from others of its recipe's name, by the last words of keys."""
-    described, of_name = dict[str, str](), defaultdict[str, list[RunStatus]](list)
-    for each in runs:
-        of_name[each.recipe.get("name", "")].append(each)
-    for group in of_name.values():
+    """Describe the values in which each run differs from others of its recipe's name, by the last words of the keys."""
+    described = {}
+    for name in {each.recipe.get("name") for each in runs}:
+        group = [each for each in runs if each.recipe.get("name") == name]
         values = differing_values([each.recipe for each in group])
-        shown = {name: texts for name, texts in values.items() if not name.startswith(_NO_DIFFERENCE)}
-        last_words = Counter(name.rpartition(".")[2] for name in shown)
-        short = {name: last if last_words[last := name.rpartition(".")[2]] == 1 else name for name in shown}
+        shown = [(key.split(".")[-1], texts) for key, texts in values.items() if not key.startswith(_NO_DIFFERENCE)]
         for number, each in enumerate(group):
-            described[each.run] = ", ".join(f"{short[name]} {texts[number]}" for name, texts in shown.items())
+            described[each.run] = ", ".join(f"{key} {texts[number]}" for key, texts in shown)
     return described
 
 

@@ -246,7 +246,7 @@ def test_imported_weights_are_evaluated_before_a_step_by_the_command_and_by_the_
     [
         (("--checkpoint={damaged}",), 3, shard_name(0)),
         (("--tokens=0",), 2, "--tokens"),
-        (("--step=7",), 3, "one of 3"),
+        (("--step=7",), 3, "--step=3"),
         (("--step=3", "--checkpoint=x"), 2, "--checkpoint"),
         (("--checkpoint={checkpoint}", "--model.rope_theta=500000.0"), 3, "model.rope_theta"),
         (("--checkpoint=nowhere",), 3, "nowhere"),
