@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from deploy.client.requested_recipe import RequestedRecipe
 from services.common.errors import RecipeError
-from services.common.process.subcommands import WITH_RECIPE, names_of, require_subcommand
+from services.common.process.subcommands import SUBCOMMANDS, WITH_RECIPE, require_subcommand
 from services.common.recipe.schema import Stage
 
 HOURS = 6.0
@@ -40,7 +40,7 @@ class OneOffRequest:
 
     def __post_init__(self) -> None:
         if not self.words:
-            raise RecipeError(f"COMMAND= is empty: expected one of {', '.join(names_of(self.stage))}")
+            raise RecipeError(f"COMMAND= is empty: expected one of {', '.join(SUBCOMMANDS[self.stage])}")
         if own := {word.partition("=")[0] for word in self.words} & {"--recipe", "--root"}:
             raise RecipeError(f"COMMAND: stage-run itself sets {', '.join(own)}; RECIPE= names a recipe")
         if not 60 <= self.seconds <= MAX_HOURS * 3600:

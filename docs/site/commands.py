@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from services.common.process.subcommands import ARTIFACTS, names_of
+from services.common.process.subcommands import ARTIFACTS, SUBCOMMANDS
 from services.common.recipe.schema import STAGES
 
 COLUMNS = 100
@@ -37,7 +37,7 @@ def list_commands() -> list[Command]:
     stages = [
         Command(f"services.{stage}", name)
         for stage in STAGES
-        for name in ("", *(name for name in names_of(stage) if name != ARTIFACTS), *_ONLY_AT_HOME.get(stage, ()))
+        for name in ("", *(name for name in SUBCOMMANDS[stage] if name != ARTIFACTS), *_ONLY_AT_HOME.get(stage, ()))
     ]
     return [*stages, *_OTHERS]
 

@@ -19,15 +19,15 @@ from services.common.program.backends.slow_paths import slow_paths
 from services.common.recipe.derived import check_epochs, check_schedule
 from services.trainer.checkpoints.lookup import newest_checkpoint, run_command, verify_sizes, verify_state
 from services.trainer.checkpoints.retention import discard_left_over
-from services.trainer.evaluation.records import describe_loss, lacks_last_evaluation, read_evaluations
+from services.trainer.evaluation.records import lacks_last_evaluation
 from services.trainer.job import Job, completed_step, require_own_program
 from services.trainer.metrics.commands import recording_command
-from services.trainer.metrics.records import read_last_step
 from services.trainer.report.run_report import write_report
 from services.trainer.runs.branch import describe_parent, open_parent, require_same_vocabulary
 from services.trainer.runs.description import write_run
 from services.trainer.runs.run import REPORT_FILE, open_run
 from services.trainer.runs.start import explain_new_run
+from services.trainer.runs.status import read_status
 from services.trainer.runs.summary import describe_skips
 from services.trainer.supervision.supervise import notifying_run, supervise
 from services.trainer.workers.node_staging import prepare_node, using_node
@@ -109,13 +109,11 @@ def _check_start(job: Job, recipe_path: Path) -> None:
 
 
 def _describe_end(job: Job) -> str:
-    """Return the lines with which a command that has completed its run ends: the loss, its report and what is next."""
-    evaluations, last = read_evaluations(job.run_folder), read_last_step(job.run_folder)
-    losses = [f"{last['loss']:.3f} at the last step"] if last else []
-    losses += [describe_loss(evaluations[-1])] if evaluations else []
-    report = job.run_folder / REPORT_FILE
+    """Return the lines with which a command that has completed its run ends: losses, report and what is next."""
+    status, report = read_status(job.root, job.run), job.run_folder / REPORT_FILE
+    losses = {"training": status.loss, "validation": status.validation_loss}
     rows = {
-        "loss": "; ".join(losses),
+        "loss": ", ".join(f"{loss:.3f} in {name}" for name, loss in losses.items() if loss is not None),
         "report": str(report) if report.exists() else run_command(job.root, "report", job.run),
         "next": run_command(job.root, "sample", job.run),
     }

@@ -37,10 +37,6 @@ WITHOUT_ROOT = ("train-vocab", ARTIFACTS)
 """Subcommands without its option `--root`."""
 
 
-def names_of(stage: Stage) -> list[str]:
-    return list(SUBCOMMANDS[stage])
-
-
 def require_subcommand(stage: Stage, word: str) -> None:
     """Raise `RecipeError`, which lists the stage's subcommands, for a word that is not one of them."""
     known = SUBCOMMANDS[stage]

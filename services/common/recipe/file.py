@@ -95,7 +95,9 @@ def read_overrides(words: Iterable[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a text on a command line: TOML's, or a word."""
+    """Return the value of a text on a command line: TOML's, a word, or None for `null`, which TOML does not have."""
+    if text == "null":
+        return None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError:
@@ -126,7 +128,7 @@ def _override(values: dict[str, Any], dotted: str, value: Any) -> None:
         if not isinstance(values, dict):
             raise RecipeError(f"--{dotted}: {section} is a value, not a section.")
     values[key] = value
-    if text == "null":  # which TOML does not have
+    if value is None:
         del values[key]
 
 

@@ -57,14 +57,10 @@ def write_evaluation(
 
 def describe_record(record: Mapping[str, Any], began_at: float) -> str:
     """Return the line about a record of EVALUATIONS_FILE that people follow a run by."""
-    took = write_duration(round(record["time"] - began_at))
-    return f"step {record['step']:,}: {describe_loss(record)}, {record['trained_tokens']:,} tokens, {took}"
-
-
-def describe_loss(record: Mapping[str, Any]) -> str:
-    bits, perplexity = record["bits_per_byte"], record["perplexity"]
-    quality = f"perplexity {perplexity:,.2f}" if bits is None else f"{bits:.3f} bits per byte"
-    return f"validation loss {record['loss']:.3f}, {quality}"
+    bits, took = record["bits_per_byte"], write_duration(round(record["time"] - began_at))
+    quality = f"perplexity {record['perplexity']:,.2f}" if bits is None else f"{bits:.3f} bits per byte"
+    loss = f"validation loss {record['loss']:.3f}, {quality}"
+    return f"step {record['step']:,}: {loss}, {record['trained_tokens']:,} tokens, {took}"
 
 
 def read_evaluations(run_folder: Path) -> list[dict[str, Any]]:

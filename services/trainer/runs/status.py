@@ -174,13 +174,11 @@ def terminal_width() -> int:
 def print_table(headings: Sequence[str], *rows: Sequence[str]) -> None:
     """Print a table. Long cells take several lines, and the names of runs, in the first column, stay whole."""
     from rich.console import Console  # noqa: PLC0415 - 0.03 s, which other commands save
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Column, Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    table = Table(*headings, box=None, pad_edge=False)
-    table.columns[0].no_wrap = True
-    for column in table.columns[1:]:
-        column.overflow = "fold"
+    columns = (Column(heading, no_wrap=number == 0, overflow="fold") for number, heading in enumerate(headings))
+    table = Table(*columns, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(Text, row))
     Console(width=terminal_width()).print(table)
