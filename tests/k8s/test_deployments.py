@@ -61,7 +61,7 @@ def test_nodes_decide_the_data_parallel_degree(trainer: WorkerGroup) -> None:
     assert deployment.drain_seconds == 300
     trainer.cluster["metadata"]["annotations"]["millrace.dev/trainer-checkpoint-seconds"] = "200.5"
     assert resolve(NO_API, trainer, request)[0].drain_seconds == 602
-    with pytest.raises(RecipeError, match="cannot be shared"):
+    with pytest.raises(RecipeError, match=r"multiple of parallel\.data_parallel_size 3"):
         resolve(NO_API, trainer, replace(request, tag="", nodes=3))
 
 
