@@ -95,5 +95,5 @@ LABEL org.opencontainers.image.title="millrace head" \
     millrace.python="$PINNED_PYTHON" \
     millrace.ray="$RAY_VERSION" \
     millrace.neuron-sdk="$SDK_VERSION" \
-    millrace.reads="corpus/4 compile_cache/1 checkpoint/4 run/1" \
+    millrace.reads="corpus/5 compile_cache/1 checkpoint/4 run/1" \
     millrace.writes=""

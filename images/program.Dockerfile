@@ -135,7 +135,7 @@ LABEL org.opencontainers.image.description="Fills the compile cache" \
 FROM service AS service-trainer
 ENTRYPOINT ["python", "-m", "services.trainer"]
 LABEL org.opencontainers.image.description="Trains on a corpus and a compile cache, and writes checkpoints" \
-    millrace.reads="corpus/4 compile_cache/1 checkpoint/4" \
+    millrace.reads="corpus/5 compile_cache/1 checkpoint/4" \
     millrace.writes="checkpoint/4 run/1"
 
 # Metadata that changes with every commit comes last; it makes no layer. Pants takes FROM ${SERVICE} alone for an image

@@ -95,4 +95,4 @@ LABEL org.opencontainers.image.title="millrace tokenizer" \
     millrace.ray="$RAY_VERSION" \
     millrace.neuron-sdk="$SDK_VERSION" \
     millrace.reads="" \
-    millrace.writes="corpus/4"
+    millrace.writes="corpus/5"

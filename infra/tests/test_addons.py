@@ -133,7 +133,7 @@ def test_only_those_that_are_named_are_installed(
     ("release", "image"),
     [
         (("scheduling", "batch", "volcano-v1.12.0"), "docker.io/volcanosh/vc-scheduler:v1.12.0"),
-        (("volcano", "volcano-system", "volcano-1.14.1"), "docker.io/volcanosh/vc-scheduler:v1.14.1"),
+        (("volcano", "volcano-system", "volcano-1.15.0"), "docker.io/volcanosh/vc-scheduler:v1.15.0"),
         (None, "here:5000/vc-scheduler:v1@sha256:00"),
     ],
     ids=["a release", "a release of the same name and namespace", "no release"],
@@ -190,8 +190,8 @@ def test_a_dry_run_shows_what_would_change(
 
     assert "helm release prometheus in metrics (kube-prometheus-stack-80.0.0)" in done.stdout
     assert "monitoring 92.21.2: skipped" in done.stdout
-    assert "neuron 1.9.0: would be installed\n" in done.stdout
-    assert "volcano 1.14.1: volcano-0.9 is installed" in done.stdout
+    assert "neuron 1.10.0: would be installed\n" in done.stdout
+    assert "volcano 1.15.0: volcano-0.9 is installed" in done.stdout
     assert not any("upgrade" in line or "kubectl apply" in line for line in cluster.programs.calls)
 
 

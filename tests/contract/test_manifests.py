@@ -53,7 +53,7 @@ def write_checkpoint(root: Path, recipe: Path) -> None:
 
 
 WRITERS: dict[str, Callable[[Path, Path], None]] = {
-    "corpus-4": write_corpus,
+    "corpus-5": write_corpus,
     "compile_cache-1": write_compile_cache,
     "checkpoint-4": write_checkpoint,
 }

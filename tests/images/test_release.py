@@ -194,10 +194,10 @@ def tag_the_version(repository: Path) -> None:
 
 
 def change_a_schema(repository: Path) -> None:
-    write(repository / "tests/contract/manifests/corpus-4.json", "{}")
+    write(repository / "tests/contract/manifests/corpus-5.json", "{}")
     commit(repository, "Write a golden manifest")
     git(repository, "tag", "tokenizer-v0.1.0")
-    write(repository / "tests/contract/manifests/corpus-4.json", '{"title": ""}')
+    write(repository / "tests/contract/manifests/corpus-5.json", '{"title": ""}')
     commit(repository, "Change the corpus schema")
 
 
@@ -207,7 +207,7 @@ def change_a_schema(repository: Path) -> None:
         (dirty_the_tree, "services/tokenizer/work.py"),
         (empty_the_changelog, r"services/trainer/CHANGELOG.md.*Unreleased"),
         (tag_the_version, "trainer-v0.2.0"),
-        (change_a_schema, "corpus-4.json.*tokenizer-v0.1.0"),
+        (change_a_schema, "corpus-5.json.*tokenizer-v0.1.0"),
     ],
 )
 def test_what_is_not_fit_for_a_release_is_refused_and_nothing_is_written(

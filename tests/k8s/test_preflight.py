@@ -31,7 +31,7 @@ from tests.k8s.rendered import Thing
 from tests.k8s.world import Reconcile, World, complete_job, reap
 
 PLATFORM = {name: describe_platform()[name] for name in ("variant", "python", "ray")}
-CORPUS = {"schema": "corpus/4", "name": "notes", "id": "c" * 16}
+CORPUS = {"schema": "corpus/5", "name": "notes", "id": "c" * 16}
 IMAGE = deployment_of().image
 
 
@@ -65,7 +65,7 @@ def answer(code: int = 0, noise: str = "a warning\n", **changes: Any) -> str:
 def test_what_follows_from_an_answer(said: str, mode: str, code: int, words: list[str]) -> None:
     found = judge(deployment_of(mode=mode), said)
     if isinstance(found, Acceptance):
-        assert (found.upstream, code) == (["corpus/4 notes/cccccccccccccccc"], 0)
+        assert (found.upstream, code) == (["corpus/5 notes/cccccccccccccccc"], 0)
         assert found.ray_version == json.loads(said.splitlines()[1])["platform"]["ray"]
     else:
         assert found.exit_code == code
@@ -120,7 +120,7 @@ def test_an_image_is_heard_once(world: World, reconcile: Reconcile) -> None:
     said = iter([None, None, answer()])
     world.watch = lambda: ask(world, next(said, "Segmentation fault\n139\n"))
     assert reconcile(is_accepted=False).exit_code == 0
-    assert world.record.acceptance == Acceptance(PLATFORM["ray"], ["corpus/4 notes/cccccccccccccccc"])
+    assert world.record.acceptance == Acceptance(PLATFORM["ray"], ["corpus/5 notes/cccccccccccccccc"])
 
 
 def test_a_job_of_another_version_ends_and_says_what_to_update(capsys: pytest.CaptureFixture[str]) -> None:

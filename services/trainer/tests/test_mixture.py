@@ -140,8 +140,8 @@ def test_compared_runs_with_other_validation_text_show_their_losses_by_corpus(
         train_here(job)
 
     def compare(*jobs: Job) -> dict[str, list[str]]:
-        names = ",".join(job.run for job in jobs)
-        assert main(["compare", "--root", str(both.root), "--runs", names]) == 0
+        names = [job.run for job in jobs]
+        assert main(["compare", "--root", str(both.root), *names]) == 0
         rows = re.findall(
             r"^(sentences|code)/\w+, [\d,]+ tokens +(\S+) +(\S+) *$", capsys.readouterr().out, re.MULTILINE
         )
